@@ -1,0 +1,1 @@
+"""Penstock: many language models from a fixed amount of memory, behind the OpenAI and Anthropic APIs."""

@@ -1,0 +1,134 @@
+"""Every refusal penstock can give, in one place; a protocol only renders them.
+
+    PenstockError
+    ├── BadRequest            400  a field, an image, a model of the wrong kind
+    │   └── ContextTooLong    400  the prompt can never fit (window or memory)
+    ├── Unauthorized          401
+    ├── UnknownModel          404
+    ├── BodyTooLarge          413
+    ├── Overloaded            503  queue full or deadline passed
+    ├── WorkerLost            503  the model's process died before the first byte
+    ├── ModelTooLarge         507  can never be loaded under the limit
+    ├── ModelUnusable         400  the files cannot be served (unreadable, unknown architecture)
+    └── InternalError         500  our own fault
+
+A message is a sentence the reader can act on: what happened, the numbers, the knob.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PenstockError(Exception):
+    """A refusal with a status, a code of the error table, and a sentence."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    # Anthropic's words for the same thing: (status, type).
+    anthropic: ClassVar[tuple[int, str]] = (500, "api_error")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        numbers: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        # The `penstock` object inside `error`: reason, domain, needed_* and limit_*.
+        self.numbers = numbers
+
+
+class BadRequest(PenstockError):  # noqa: N818 - named for what the client did
+    """A field, an image or a model kind that cannot be used; `param` names it."""
+
+    status = 400
+    code = "invalid_request_error"
+    anthropic = (400, "invalid_request_error")
+
+
+class ContextTooLong(BadRequest):
+    """The prompt can never fit, by window or by memory."""
+
+    code = "context_length_exceeded"
+
+
+class ModelUnusable(BadRequest):
+    """The model's files cannot be served: unreadable, incomplete or of an unknown architecture."""
+
+
+class Unauthorized(PenstockError):  # noqa: N818
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+    anthropic = (401, "authentication_error")
+
+
+class UnknownModel(PenstockError):  # noqa: N818
+    """No model of that name; the message lists the known ones."""
+
+    status = 404
+    code = "model_not_found"
+    anthropic = (404, "not_found_error")
+
+
+class BodyTooLarge(PenstockError):  # noqa: N818
+    """The request body is over the limit."""
+
+    status = 413
+    code = "request_too_large"
+    anthropic = (413, "request_too_large")
+
+
+class Overloaded(PenstockError):  # noqa: N818
+    """The queue is full or a deadline passed; `retry_after_s` says when to come back."""
+
+    status = 503
+    code = "overloaded"
+    anthropic = (529, "overloaded_error")
+
+
+class WorkerLost(PenstockError):  # noqa: N818
+    """The model's process died before the first byte, and so did the retry."""
+
+    status = 503
+    code = "worker_restarted"
+    anthropic = (529, "overloaded_error")
+
+
+class ModelTooLarge(PenstockError):  # noqa: N818
+    """The model can never be loaded under the memory limit."""
+
+    status = 507
+    code = "model_exceeds_memory"
+
+
+class InternalError(PenstockError):
+    """Our own fault; the log has the rest under the request's id."""
+
+
+def by_code(code: str) -> type[PenstockError]:
+    """The class for a code that came over the wire."""
+    return _BY_CODE.get(code, InternalError)
+
+
+_BY_CODE: dict[str, type[PenstockError]] = {
+    kind.code: kind
+    for kind in (
+        BadRequest,
+        ContextTooLong,
+        Unauthorized,
+        UnknownModel,
+        BodyTooLarge,
+        Overloaded,
+        WorkerLost,
+        ModelTooLarge,
+        InternalError,
+    )
+}

@@ -1,0 +1,1 @@
+"""The books of bytes: limits, readings, costs and admission. No torch."""

@@ -1,0 +1,1 @@
+"""The HTTP process: routes, workers' life, queues, metrics. Never imports torch."""

@@ -1,0 +1,230 @@
+"""What the server and a worker say to each other, and the frames it travels in.
+
+One Unix stream socket per worker. A frame is four bytes of length (big endian) and one msgpack
+message. The worker sends one `Step` frame per engine step, whatever the number of requests in it.
+End of file is death, in both directions.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import socket
+
+MAX_FRAME_BYTES = 256 << 20  # a guard against a broken peer, far above any real message
+_HEADER = struct.Struct(">I")
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to choose tokens. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # every random number is a function of (seed, position)
+    logprobs: int | None = None  # None: off; else how many alternatives besides the chosen token
+
+
+class Submit(msgspec.Struct, tag=True, omit_defaults=True):
+    """A request: token ids in, tokens out. `id` is unique in the life of the worker."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_token_ids: list[int] = []  # end-of-sequence ids included, unless the client ignores them
+    min_tokens: int = 0  # no stop token is chosen before that many
+    prompt_logprobs: int | None = None  # like Sampling.logprobs, for the prompt's own tokens
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """The client has left, or a stop string was found. No answer follows for this id."""
+
+    id: int
+
+
+class Probe(msgspec.Struct, tag=True):
+    """Run one real step of one token and answer `Alive` with the same number."""
+
+    number: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Finish the step in hand and exit."""
+
+
+ToWorker = Submit | Cancel | Probe | Shutdown
+
+
+class Finish(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class Candidate(msgspec.Struct, array_like=True):
+    """A token and its log-probability."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """The chosen token's log-probability and the most likely alternatives, best first."""
+
+    chosen: Candidate
+    top: list[Candidate]
+
+
+class Failure(msgspec.Struct, omit_defaults=True):
+    """A `PenstockError` on its way to the client: `code` is one of the error table."""
+
+    code: str
+    message: str
+    numbers: dict[str, str | int | float] | None = None
+
+
+class Output(msgspec.Struct, omit_defaults=True):
+    """What one step gave one request. With `finish` set nothing more follows for this id."""
+
+    id: int
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token, when asked for
+    # One per prompt token, in pieces as prefill goes; None for the very first token.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: Finish | None = None
+    failure: Failure | None = None  # with Finish.ERROR
+
+
+class Status(msgspec.Struct):
+    """The worker's own figures after a step."""
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    block_tokens: int
+    step_tokens: int  # tokens computed in this step
+    step_s: float  # duration of this step
+    host_s: float  # the part of it in which the device had nothing to do
+    preemptions: int  # since start
+    steps: int  # since start
+
+
+class Step(msgspec.Struct, tag=True):
+    """One engine step: every request's new tokens, and the worker's figures."""
+
+    outputs: list[Output]
+    status: Status
+
+
+class Loading(msgspec.Struct, tag=True):
+    """Progress of a load."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model answers from now on."""
+
+    pid: int
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int  # what the arena can hold
+    context: int  # the longest sequence served: min(window, kv_tokens)
+    load_s: float
+
+
+class LoadFailed(msgspec.Struct, tag=True):
+    """The model cannot be served; the worker exits after this."""
+
+    failure: Failure
+
+
+class Alive(msgspec.Struct, tag=True):
+    """The answer to `Probe`, after a real step."""
+
+    number: int
+
+
+FromWorker = Step | Loading | Ready | LoadFailed | Alive
+
+_encoder = msgspec.msgpack.Encoder()
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def frame(message: ToWorker | FromWorker) -> bytes:
+    """The message with its length in front, ready to send."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(body)} bytes is over the {MAX_FRAME_BYTES} allowed")
+    return _HEADER.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into message bodies; feed it what arrives, take what is whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies completed by `data`, in order."""
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(buffer, start)
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes is over the {MAX_FRAME_BYTES} allowed")
+            end = start + _HEADER.size + size
+            if len(buffer) < end:
+                break
+            bodies.append(bytes(buffer[start + _HEADER.size : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        return bodies
+
+
+class WorkerChannel:
+    """The worker's blocking end: `send` from the device thread, `receive` from one reader thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+
+    def send(self, message: FromWorker) -> None:
+        """Send one message whole; raises OSError once the server is gone."""
+        self._sock.sendall(frame(message))
+
+    def receive(self) -> list[ToWorker] | None:
+        """The next messages, at least one; None at end of file."""
+        while True:
+            data = self._sock.recv(1 << 18)
+            if not data:
+                return None
+            if bodies := self._reader.feed(data):
+                return [to_worker.decode(body) for body in bodies]
+
+    def close(self) -> None:
+        """Close the socket; the other side sees end of file."""
+        self._sock.close()

@@ -1,0 +1,1 @@
+"""KV blocks and the memory they live in."""

@@ -1,0 +1,1 @@
+"""Kernels over the KV arena: Numba on CPU, Triton on CUDA."""
