@@ -20,6 +20,22 @@ MAX_FRAME_BYTES = 256 << 20  # a guard against a broken peer, far above any real
 _HEADER = struct.Struct(">I")
 
 
+class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which model a worker loads and within what; it gets this at its birth."""
+
+    name: str
+    path: str  # a model folder in Hugging Face layout
+    device: str  # "cpu" or "cuda:0", already resolved
+    dtype: str  # "auto", "float32", "bfloat16", "float16"
+    kv_bytes: int  # the most the KV arena may commit
+    max_context: int | None = None  # the user's own limit below the model's window
+    step_tokens: int = 512  # the most tokens computed in one step
+    step_sequences: int = 64  # the most sequences in one step
+    step_target_s: float | None = None  # chunks shrink to keep a step near this
+    threads: int | None = None  # CPU threads; None: the machine's cores
+    trust_remote_code: bool = False
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Temperature 0 is greedy."""
 
@@ -206,7 +222,7 @@ class FrameReader:
 
 
 class WorkerChannel:
-    """The worker's blocking end: `send` from the device thread, `receive` from one reader thread."""
+    """The worker's blocking end: `send` on the device thread, `receive` on one reader thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
