@@ -1,0 +1,119 @@
+"""The memory KV lives in: one stable range per model, committed and returned extent by extent.
+
+Block-major: all layers of a block lie together, so that one copy moves a block elsewhere.
+
+    block 0                                    block 1
+    [layer 0: K | V][layer 1: K | V] ...       [layer 0: K | V] ...
+     K: [block_tokens, kv_heads, key_dim]
+
+The range's address never changes, so whatever points at it (kernels, graphs) stays valid while
+memory is committed under it and taken away again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.worker.kv.ranges import Range, open_range, page_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+EXTENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """What one attention layer keeps for a token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Values per token."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How a block is laid out over the layers."""
+
+    layers: tuple[LayerGeometry, ...]
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def block_elements(self) -> int:
+        """Values in a block."""
+        return self.block_tokens * sum(layer.elements for layer in self.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.block_elements * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.block_bytes // self.block_tokens
+
+
+class Arena:
+    """Views of a committed-on-demand range, layer by layer; the `Backing` of a `BlockPool`."""
+
+    def __init__(self, layout: BlockLayout, blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.blocks = blocks
+        # Extents are whole blocks and whole pages, so that each is committed and returned alone.
+        page = page_bytes(device)
+        unit = page // math.gcd(page, layout.block_bytes)
+        self.extent_blocks = unit * max(1, EXTENT_BYTES // (unit * layout.block_bytes))
+        self._extent_bytes = self.extent_blocks * layout.block_bytes
+        self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
+        self._committed: set[int] = set()
+        self.range: Range = open_range(self._total_bytes, device)
+        flat = self.range.tensor()[: blocks * layout.block_bytes].view(layout.dtype)
+        self.keys: list[Tensor] = []  # per layer: [blocks, block_tokens, kv_heads, key_dim]
+        self.values: list[Tensor] = []
+        offset = 0
+        for layer in layout.layers:
+            for dim, views in ((layer.key_dim, self.keys), (layer.value_dim, self.values)):
+                heads = layer.kv_heads
+                views.append(
+                    flat.as_strided(
+                        (blocks, layout.block_tokens, heads, dim),
+                        (layout.block_elements, heads * dim, dim, 1),
+                        offset,
+                    )
+                )
+                offset += layout.block_tokens * heads * dim
+
+    @property
+    def committed_bytes(self) -> int:
+        """Memory behind the range now."""
+        return sum(self._bytes(extent)[1] for extent in self._committed)
+
+    def commit(self, extent: int) -> None:
+        """Back an extent with memory (zeros)."""
+        self.range.commit(*self._bytes(extent))
+        self._committed.add(extent)
+
+    def decommit(self, extent: int) -> None:
+        """Give an extent's memory back to the system."""
+        self._committed.remove(extent)
+        self.range.decommit(*self._bytes(extent))
+
+    def close(self) -> None:
+        """Return everything; the views are dead afterwards."""
+        self.keys.clear()
+        self.values.clear()
+        self.range.close()
+
+    def _bytes(self, extent: int) -> tuple[int, int]:
+        start = extent * self._extent_bytes
+        return start, min(self._extent_bytes, self._total_bytes - start)

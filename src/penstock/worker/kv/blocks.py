@@ -1,0 +1,126 @@
+"""Which KV blocks are free, and which extents of the arena must be backed by memory.
+
+Counts and numbers only: it holds no tensor and knows nothing of requests. A block is a fixed
+number of tokens; an extent is a run of blocks whose memory is committed and returned as one.
+
+    extent 0              extent 1              extent 2
+    [0][1][2] ... [k-1]   [k] ...               [2k] ...           block numbers
+     ^ reserved: padded rows point at it, so extent 0 is always committed
+
+Blocks are taken from the fullest committed extent first, so that the others drain and can be
+returned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+
+class Backing(Protocol):
+    """The memory behind the extents."""
+
+    def commit(self, extent: int) -> None: ...
+
+    def decommit(self, extent: int) -> None: ...
+
+
+class BlockPool:
+    """Hands out block numbers below `limit`, committing extents as they are needed."""
+
+    def __init__(self, limit: int, extent_blocks: int, backing: Backing) -> None:
+        if limit < 2 or extent_blocks < 1:
+            raise ValueError(f"a pool needs at least 2 blocks (got {limit}), 1 to an extent")
+        self._limit = limit
+        self._extent_blocks = extent_blocks
+        self._backing = backing
+        # Free block numbers of each committed extent, lowest on top.
+        self._free: dict[int, list[int]] = {}
+        self._uncommitted = list(range(self.extents - 1, -1, -1))  # lowest on top
+        self._taken: set[int] = set()
+        self._commit_next()
+        self._free[0].remove(0)
+
+    @property
+    def extents(self) -> int:
+        """How many extents the whole range has."""
+        return -(-self._limit // self._extent_blocks)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be taken at once: all but the reserved one."""
+        return self._limit - 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken now."""
+        return self.capacity - len(self._taken)
+
+    @property
+    def committed(self) -> int:
+        """Extents that are backed by memory."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` blocks; the caller has checked `free`."""
+        if count > self.free:
+            raise ValueError(f"{count} blocks asked, {self.free} free of {self.capacity}")
+        taken: list[int] = []
+        while len(taken) < count:
+            extent = self._fullest_with_room()
+            if extent is None:
+                extent = self._commit_next()
+            numbers = self._free[extent]
+            while numbers and len(taken) < count:
+                taken.append(numbers.pop())
+        self._taken.update(taken)
+        return taken
+
+    def give(self, blocks: Seq[int]) -> None:
+        """Give blocks back."""
+        for block in blocks:
+            if block not in self._taken:
+                raise ValueError(f"block {block} is given back but was not taken")
+            self._taken.remove(block)
+            self._free[block // self._extent_blocks].append(block)
+
+    def return_empty_extents(self) -> int:
+        """Give the memory of extents without a taken block back to the system; how many."""
+        empty = [e for e in self._free if e and len(self._free[e]) == self._size(e)]
+        for extent in empty:
+            del self._free[extent]
+            self._uncommitted.append(extent)
+            self._backing.decommit(extent)
+        self._uncommitted.sort(reverse=True)
+        return len(empty)
+
+    def check(self) -> None:
+        """A block is exactly one of: reserved, taken, free and committed, uncommitted."""
+        free = [block for numbers in self._free.values() for block in numbers]
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert not self._taken.intersection(free), "a block is both taken and free"
+        assert 0 not in self._taken and 0 not in free, "the reserved block was handed out"
+        assert not set(self._free).intersection(self._uncommitted), "an extent is in two states"
+        assert len(self._free) + len(self._uncommitted) == self.extents, "an extent is lost"
+        assert all(b // self._extent_blocks in self._free for b in self._taken), "unbacked block"
+        committed = sum(self._size(extent) for extent in self._free)
+        assert len(free) + len(self._taken) + 1 == committed, "a block is lost"
+
+    def _size(self, extent: int) -> int:
+        return min(self._extent_blocks, self._limit - extent * self._extent_blocks)
+
+    def _fullest_with_room(self) -> int | None:
+        room = [extent for extent, numbers in self._free.items() if numbers]
+        if not room:
+            return None
+        return min(room, key=lambda extent: (len(self._free[extent]), extent))
+
+    def _commit_next(self) -> int:
+        extent = self._uncommitted[-1]
+        self._backing.commit(extent)  # may fail; nothing has changed then
+        self._uncommitted.pop()
+        start = extent * self._extent_blocks
+        self._free[extent] = list(range(start + self._size(extent) - 1, start - 1, -1))
+        return extent

@@ -1,0 +1,49 @@
+"""One request in the worker: its tokens, how many are computed, the blocks that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.wire import Submit
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """There is no prefill or decode phase: `computed` catches up with `len(tokens)`."""
+
+    request: Submit
+    arrival: int
+    tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
+    computed: int = 0  # tokens whose KV is in the blocks
+    blocks: list[int] = field(default_factory=list)
+    preempted: int = 0  # how often it gave way
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def id(self) -> int:
+        """The request's number."""
+        return self.request.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens that are not yet computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Only the newest token is missing: one row gives the next token."""
+        return self.pending == 1 and self.generated > 0
