@@ -79,7 +79,7 @@ class CudaRange:
     def __init__(self, size: int, device: torch.device) -> None:
         from cuda.bindings import driver
 
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.zeros(1, device=device)  # the context must exist and be current
         self._driver = driver
         self._device = device

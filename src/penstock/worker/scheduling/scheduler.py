@@ -28,6 +28,7 @@ class StepLimits:
     tokens: int
     sequences: int
     block_tokens: int
+    logit_rows: int  # rows whose logits are computed: bounds the [rows, vocabulary] matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Slice:
     def samples(self) -> bool:
         """The last known token is in it, so its row gives the next one."""
         return self.end == len(self.sequence.tokens)
+
+    @property
+    def logit_rows(self) -> int:
+        """How many of its rows need logits."""
+        return self.count if self.sequence.wants_prompt_logits else int(self.samples)
 
 
 @dataclass(slots=True)
@@ -188,7 +194,10 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         count = min(sequence.pending, budget)
-        if not self._make_room(sequence, count, plan):
+        if sequence.wants_prompt_logits:
+            taken = sum(piece.logit_rows for piece in plan.slices)
+            count = min(count, self._limits.logit_rows - taken)
+        if count <= 0 or not self._make_room(sequence, count, plan):
             return 0
         plan.chunks.append(Slice(sequence, sequence.computed, count))
         return count

@@ -19,6 +19,7 @@ class Sequence:
     computed: int = 0  # tokens whose KV is in the blocks
     blocks: list[int] = field(default_factory=list)
     preempted: int = 0  # how often it gave way
+    scored: int = 0  # prompt tokens whose log-probabilities were sent
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -47,3 +48,8 @@ class Sequence:
     def decoding(self) -> bool:
         """Only the newest token is missing: one row gives the next token."""
         return self.pending == 1 and self.generated > 0
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """The prompt's own log-probabilities are asked for and not all given yet."""
+        return self.request.prompt_logprobs is not None and self.scored < self.prompt_tokens

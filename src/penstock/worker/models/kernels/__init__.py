@@ -1,1 +1,17 @@
 """Kernels over the KV arena: Numba on CPU, Triton on CUDA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.worker.models.kernels.reference import ReferenceKernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.worker.models.kernels.interface import AttentionKernels
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> AttentionKernels:
+    """The best kernels for a device and a type of KV."""
+    return ReferenceKernels()

@@ -1,0 +1,175 @@
+"""From logits to tokens. Every random number is a function of (seed, position).
+
+One uniform number a token, inverted through the cumulative distribution in token order: a request
+gets the same answer whatever else is in the batch, on whatever device, before and after a
+preemption. Rows never mix: every operation here works along the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.wire import Candidate, TokenLogprobs
+
+if TYPE_CHECKING:
+    from penstock.wire import Sampling
+    from penstock.worker.scheduling.sequence import Sequence
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step chose, row by row."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> Sampled:
+    """One token for each row of `logits` [rows, vocabulary], float32."""
+    shaped = _shape(logits, sequences)
+    tokens = shaped.argmax(dim=-1)
+    random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
+    if random:
+        chosen = [sequences[i] for i in random]
+        rows = shaped if len(random) == len(sequences) else shaped[random]
+        tokens[random] = _draw(rows, chosen)
+    numbers: list[int] = tokens.tolist()
+    return Sampled(numbers, _logprobs(logits, numbers, [s.request.sampling for s in sequences]))
+
+
+def logprobs_of(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprobs]:
+    """Log-probability of a given token in each row, with the best alternatives."""
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    chosen = scores.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top: list[list[Candidate]] = [[] for _ in tokens]
+    if alternatives:
+        best, ids = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
+        top = [
+            [Candidate(token, score) for token, score in zip(*row, strict=True)]
+            for row in zip(ids.tolist(), best.tolist(), strict=True)
+        ]
+    return [
+        TokenLogprobs(Candidate(token, score), others)
+        for token, score, others in zip(tokens, chosen, top, strict=True)
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for a place in a sequence: two rounds of a 64-bit mixing function."""
+    return (_mix(_mix(seed & _MASK) ^ position) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    # The finaliser of splitmix64 over a Weyl step.
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Penalties, bias and forbidden stop tokens; the given logits stay as they are."""
+    shaped = logits
+    for row, sequence in enumerate(sequences):
+        if not _reshapes(sequence):
+            continue
+        if shaped is logits:
+            shaped = logits.clone()
+        _shape_row(shaped[row], sequence)
+    return shaped
+
+
+def _reshapes(sequence: Sequence) -> bool:
+    how = sequence.request.sampling
+    return (
+        how.repetition_penalty != 1.0
+        or how.presence_penalty != 0.0
+        or how.frequency_penalty != 0.0
+        or bool(how.logit_bias)
+        or sequence.generated < sequence.request.min_tokens
+    )
+
+
+def _shape_row(row: Tensor, sequence: Sequence) -> None:
+    how = sequence.request.sampling
+    if how.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
+        scores = row[seen]
+        factor = how.repetition_penalty
+        row[seen] = torch.where(scores < 0, scores * factor, scores / factor)
+    output = sequence.tokens[sequence.prompt_tokens :]
+    if output and (how.presence_penalty or how.frequency_penalty):
+        ids, counts = np.unique(np.asarray(output), return_counts=True)
+        cost = how.presence_penalty + how.frequency_penalty * counts
+        row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(cost).to(row)
+    if how.logit_bias:
+        ids_biased = torch.tensor(list(how.logit_bias), device=row.device)
+        row[ids_biased] += torch.tensor(list(how.logit_bias.values())).to(row)
+    if sequence.generated < sequence.request.min_tokens and sequence.request.stop_token_ids:
+        row[torch.tensor(sequence.request.stop_token_ids, device=row.device)] = float("-inf")
+
+
+def _draw(rows: Tensor, sequences: list[Sequence]) -> Tensor:
+    hows = [sequence.request.sampling for sequence in sequences]
+    temperatures = rows.new_tensor([how.temperature for how in hows])[:, None]
+    probabilities = torch.softmax(rows / temperatures, dim=-1)
+    if any(how.top_k > 0 for how in hows):
+        _keep_top_k(probabilities, [how.top_k for how in hows])
+    if any(how.top_p < 1.0 for how in hows):
+        _keep_top_p(probabilities, rows.new_tensor([how.top_p for how in hows])[:, None])
+    if any(how.min_p > 0.0 for how in hows):
+        floors = rows.new_tensor([how.min_p for how in hows])[:, None]
+        best = probabilities.amax(dim=-1, keepdim=True)
+        probabilities.masked_fill_(probabilities < floors * best, 0.0)
+    cumulative = probabilities.double().cumsum(dim=-1)
+    draws = torch.tensor(
+        [uniform(how.seed, len(s.tokens)) for how, s in zip(hows, sequences, strict=True)],
+        dtype=torch.float64,
+        device=rows.device,
+    )[:, None]
+    # Strictly below the total, so that rounding never falls past the last possible token.
+    total = cumulative[:, -1:]
+    targets = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+
+
+def _keep_top_k(probabilities: Tensor, counts: list[int]) -> None:
+    width = probabilities.shape[1]
+    widest = min(max(counts), width)
+    best = probabilities.topk(widest, dim=-1).values
+    places = torch.tensor([min(c, width) - 1 if c > 0 else 0 for c in counts])
+    floors = best.gather(1, places.to(best.device)[:, None])
+    unlimited = torch.tensor([c <= 0 for c in counts]).to(best.device)[:, None]
+    floors = torch.where(unlimited, 0.0, floors)
+    probabilities.masked_fill_(probabilities < floors, 0.0)
+
+
+def _keep_top_p(probabilities: Tensor, shares: Tensor) -> None:
+    """Keep the smallest set of best tokens that reaches the share; at least one."""
+    ordered = probabilities.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = before < shares * ordered.sum(dim=-1, keepdim=True)
+    kept[:, 0] = True
+    floors = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
+    floors = torch.where(shares >= 1.0, 0.0, floors)
+    probabilities.masked_fill_(probabilities < floors, 0.0)
+
+
+def _logprobs(
+    logits: Tensor, tokens: list[int], hows: list[Sampling]
+) -> list[TokenLogprobs | None]:
+    wanted = [row for row, how in enumerate(hows) if how.logprobs is not None]
+    answers: list[TokenLogprobs | None] = [None] * len(tokens)
+    if wanted:
+        most = max(hows[row].logprobs or 0 for row in wanted)
+        found = logprobs_of(logits[wanted], [tokens[row] for row in wanted], most)
+        for row, answer in zip(wanted, found, strict=True):
+            answers[row] = TokenLogprobs(answer.chosen, answer.top[: hows[row].logprobs])
+    return answers

@@ -1,0 +1,206 @@
+"""From a model folder to an engine that answers: weights, probe, arena, self-check.
+
+A model is refused here, with a sentence, when penstock would not compute it exactly: weights that
+are missing, layers that never reach our attention, or logits that differ from the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.errors import ModelTooLarge, ModelUnusable
+from penstock.wire import Ready
+from penstock.worker.engine.generate import GenerateEngine
+from penstock.worker.engine.runner import Runner
+from penstock.worker.kv.arena import Arena, BlockLayout
+from penstock.worker.models import attention, verify
+from penstock.worker.models.kernels import kernels_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from penstock.wire import LoadSpec
+
+    Progress = Callable[[str, int, int], None]
+
+BLOCK_TOKENS = 16
+
+# Rotary tables that change with the longest position in a batch: exact only below the length at
+# which they would change, so that is the window served.
+_LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+
+
+def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
+    """Load the model of `spec`; raises a PenstockError that says what is wrong with it."""
+    started = time.perf_counter()
+    device = torch.device(spec.device)
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    torch.set_grad_enabled(False)
+    attention.register()
+    config = _read_config(spec)
+    dtype = _resolve_dtype(spec.dtype, config, device)
+    model = _load_model(spec, config, dtype, device, progress)
+    text = config.get_text_config()
+    geometry = verify.probe(model, text)
+    layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
+    blocks = spec.kv_bytes // layout.block_bytes
+    if blocks < 2:
+        raise ModelTooLarge(
+            f"{spec.name} leaves {spec.kv_bytes} bytes for KV, and one block of {BLOCK_TOKENS} "
+            f"tokens takes {layout.block_bytes}: raise --memory.",
+            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.kv_bytes},
+        )
+    window = _window(text, spec)
+    # More than every sequence of a step at full length could never be used.
+    blocks = min(blocks, 1 + spec.step_sequences * -(-window // BLOCK_TOKENS))
+    runner = Runner(
+        model,
+        Arena(layout, blocks, device),
+        kernels_for(device, dtype),
+        _windows(text),
+        {layer: slot for slot, layer in enumerate(geometry)},
+    )
+    kv_tokens = (blocks - 1) * BLOCK_TOKENS
+    ready = Ready(
+        pid=0,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=sum(p.numel() * p.element_size() for p in _tensors(model)),
+        kv_bytes_per_token=layout.token_bytes,
+        kv_tokens=kv_tokens,
+        context=min(window, kv_tokens),
+        load_s=0.0,
+    )
+    engine = GenerateEngine(runner, spec, ready)
+    verify.compare_with_own_attention(model, engine, text)
+    ready.load_s = time.perf_counter() - started
+    return engine
+
+
+def _read_config(spec: LoadSpec) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(
+            spec.path, local_files_only=True, trust_remote_code=spec.trust_remote_code
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelUnusable(f"{spec.name}: config.json cannot be used: {error}") from error
+    # Quantised checkpoints need loaders of their own; serving them as if they were plain is wrong.
+    if getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method", "unknown")
+        raise ModelUnusable(
+            f"{spec.name} is quantised ({method}), which is not served yet: "
+            "use the unquantised checkpoint or a GGUF file, which is de-quantised at pull."
+        )
+    return deepcopy(config)  # transformers keeps and changes the object it is given
+
+
+def _resolve_dtype(wanted: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if wanted != "auto":
+        dtype = getattr(torch, wanted, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelUnusable(f"--dtype {wanted} is not one of auto, float32, bfloat16, float16.")
+        return dtype
+    if device.type == "cpu":
+        return torch.float32  # narrower types are slower on CPUs without instructions for them
+    stored = getattr(config.get_text_config(), "dtype", None) or config.dtype
+    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _load_model(
+    spec: LoadSpec,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> PreTrainedModel:
+    folder = Path(spec.path)
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    progress("weights", 0, total)
+    seed = _random_seed(folder)
+    if seed is not None:
+        model = _random_model(config, dtype, device, seed)
+    else:
+        model = _stored_model(spec, config, dtype)
+    model = model.to(device).eval()
+    progress("weights", total, total)
+    return model
+
+
+def _stored_model(spec: LoadSpec, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            spec.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=spec.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+        raise ModelUnusable(f"{spec.name} cannot be loaded: {error}") from error
+    # transformers would fill these with random numbers and only warn.
+    for what in ("missing_keys", "mismatched_keys"):
+        if names := sorted(str(name) for name in report.get(what, ())):
+            raise ModelUnusable(
+                f"{spec.name}: {len(names)} weights have {what.split('_')[0]} values in its "
+                f"safetensors files, the first is {names[0]}: pull the model again."
+            )
+    return model
+
+
+def _random_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+
+
+def _random_seed(folder: Path) -> int | None:
+    """The seed of a folder that names a shape instead of holding weights."""
+    note = folder / "penstock.json"
+    if not note.exists():
+        return None
+    seed: int | None = json.loads(note.read_text()).get("random_seed")
+    return seed
+
+
+def _window(text: PretrainedConfig, spec: LoadSpec) -> int:
+    window: int = text.max_position_embeddings
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        window = min(window, original or window)
+    return min(window, spec.max_context or window)
+
+
+def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
+    """Each layer's sliding window as the config has it, for models that put it only in the mask."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    size = getattr(text, "sliding_window", None)
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _tensors(model: Module) -> list[torch.Tensor]:
+    """Every tensor the model keeps, tied ones once."""
+    seen = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return list(seen.values())

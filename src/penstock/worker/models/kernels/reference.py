@@ -1,0 +1,117 @@
+"""Attention in plain torch over gathered blocks: right on every device, quick on none.
+
+The other kernels are tested against it, and it serves what they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.worker.engine.batch import Batch, Span
+    from penstock.worker.models.kernels.interface import Masking
+
+# Queries are taken in tiles, so that no mask or score matrix grows with the square of the context.
+_TILE_ELEMENTS = 4 << 20
+
+
+class ReferenceKernels:
+    """One sequence after the other, each over exactly its own tokens."""
+
+    def decode(
+        self,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        masking: Masking,
+        out: Tensor,
+    ) -> None:
+        size = keys.shape[1]
+        for index, context in enumerate(batch.decode_contexts.tolist()):
+            table = batch.decode_tables[index, : -(-context // size)].long()
+            seen_keys, seen_values = (_gather(b, table, context) for b in (keys, values))
+            out[index] = attend(rows[index : index + 1], seen_keys, seen_values, masking)[0]
+
+    def chunk(
+        self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
+    ) -> None:
+        end = span.row + span.count
+        seen_keys, seen_values = (_gather(b, span.table, span.context) for b in (keys, values))
+        out[span.row : end] = attend(rows[span.row : end], seen_keys, seen_values, masking)
+
+
+def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tensor:
+    """`rows` are the last of `keys`' positions; [T, heads, d] over [context, kv_heads, d]."""
+    count, context = rows.shape[0], keys.shape[0]
+    groups = rows.shape[1] // keys.shape[1]
+    plain = masking.softcap is None and masking.sinks is None
+    # [kv_heads, groups, T, d]: queries that share a KV head lie together, so KV is not repeated.
+    queries = rows.view(count, keys.shape[1], groups, -1).permute(1, 2, 0, 3)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    if plain and count == context and not (masking.window and masking.window < context):
+        spread_keys, spread_values = (
+            part[:, None].expand(-1, groups, -1, -1) for part in (keys, values)
+        )
+        answer = F.scaled_dot_product_attention(
+            queries, spread_keys, spread_values, is_causal=count > 1, scale=masking.scale
+        )
+        return answer.permute(2, 0, 1, 3).flatten(1, 2)
+    tile = max(1, _TILE_ELEMENTS // context)
+    pieces = []
+    for start in range(0, count, tile):
+        part = queries[:, :, start : start + tile]
+        seen = _visible(context - count + start, part.shape[2], context, masking, rows.device)
+        if plain:
+            pieces.append(_fused(part, keys, values, seen, masking))
+        else:
+            pieces.append(_spelled_out(part, keys, values, seen, masking))
+    return torch.cat(pieces, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _gather(blocks: Tensor, table: Tensor, context: int) -> Tensor:
+    return blocks[table].flatten(0, 1)[:context]
+
+
+def _visible(
+    first: int, count: int, context: int, masking: Masking, device: torch.device
+) -> Tensor | None:
+    """[count, context]: which positions each row sees; None: all of them."""
+    window = masking.window
+    if count == 1 and (window is None or window >= context):
+        return None
+    row = torch.arange(first, first + count, device=device)[:, None]
+    column = torch.arange(context, device=device)[None]
+    seen = column <= row
+    return seen & (column > row - window) if window is not None else seen
+
+
+def _fused(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, masking: Masking
+) -> Tensor:
+    groups, count = queries.shape[1], queries.shape[2]
+    mask = None if seen is None else seen.repeat(groups, 1)
+    answer = F.scaled_dot_product_attention(
+        queries.flatten(1, 2)[None], keys[None], values[None], attn_mask=mask, scale=masking.scale
+    )
+    return answer[0].view(keys.shape[0], groups, count, -1)
+
+
+def _spelled_out(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, masking: Masking
+) -> Tensor:
+    scores = torch.matmul(queries, keys[:, None].transpose(2, 3)) * masking.scale
+    if masking.softcap is not None:
+        scores = torch.tanh(scores / masking.softcap) * masking.softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.float()
+    if masking.sinks is not None:
+        sinks = masking.sinks.float().view(scores.shape[0], scores.shape[1], 1, 1)
+        scores = torch.cat([scores, sinks.expand(-1, -1, scores.shape[2], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
+    return torch.matmul(weights.to(values.dtype), values[:, None])
