@@ -1,0 +1,208 @@
+"""One loaded model as the server sees it: requests in, tokens out.
+
+Owns the ids of requests and the tokens that have arrived and not yet been read. Knows nothing of
+processes and sockets: messages go out through `send` and come in through `receive`, all on the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import PenstockError, WorkerLost, by_code
+from penstock.wire import (
+    Alive,
+    Cancel,
+    Output,
+    Probe,
+    Ready,
+    Status,
+    Step,
+    Submit,
+    ToWorker,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+
+class ModelClient:
+    """The requests of one worker; a new worker of the same model has a new client."""
+
+    def __init__(self, name: str, send: Callable[[ToWorker], None]) -> None:
+        self.name = name
+        self.status: Status | None = None  # the worker's figures after its latest step
+        self.lost: str | None = None  # why the worker is gone, in a sentence; set once
+        self._ready: Ready | None = None
+        self._send = send
+        self._ids = itertools.count(1)
+        self._open: dict[int, Generation] = {}
+        self._probes: dict[int, asyncio.Future[None]] = {}
+
+    @property
+    def ready(self) -> Ready:
+        """What was loaded; known before anyone can lease the model."""
+        assert self._ready is not None
+        return self._ready
+
+    @property
+    def open_requests(self) -> int:
+        """Requests submitted and neither finished nor cancelled."""
+        return len(self._open)
+
+    def generate(self, request: Submit) -> Generation:
+        """Submit the request now, under an id of ours; iterate the result for its tokens.
+
+        Use it as an async context manager, or call `aclose()`: leaving early cancels at once.
+        """
+        if self.lost is not None:
+            raise WorkerLost(self.lost)
+        request_id = next(self._ids)
+        generation = Generation(request_id, self._cancel)
+        self._open[request_id] = generation
+        self._send(msgspec.structs.replace(request, id=request_id))
+        return generation
+
+    async def probe(self, timeout_s: float) -> None:
+        """Have the worker run one real step; raises `WorkerLost` or `TimeoutError`."""
+        if self.lost is not None:
+            raise WorkerLost(self.lost)
+        number = next(self._ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._probes[number] = answer
+        try:
+            self._send(Probe(number))
+            await asyncio.wait_for(answer, timeout_s)
+        finally:
+            self._probes.pop(number, None)
+
+    def receive(self, message: Ready | Step | Alive) -> None:
+        """What the worker said."""
+        if isinstance(message, Ready):
+            self._ready = message
+            return
+        if isinstance(message, Alive):
+            answer = self._probes.pop(message.number, None)
+            if answer is not None and not answer.done():
+                answer.set_result(None)
+            return
+        self.status = message.status
+        for output in message.outputs:
+            # An unknown id was cancelled while this output was on its way.
+            generation = self._open.get(output.id)
+            if generation is None:
+                continue
+            if output.finish is not None:
+                del self._open[output.id]
+            generation.push(output)
+
+    def lose(self, reason: str) -> None:
+        """The worker is gone: every open request and probe raises `WorkerLost`."""
+        self.lost = reason
+        generations, self._open = self._open, {}
+        for generation in generations.values():
+            generation.fail(WorkerLost(reason))
+        for answer in self._probes.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost(reason))
+
+    def _cancel(self, request_id: int) -> None:
+        if self._open.pop(request_id, None) is not None and self.lost is None:
+            self._send(Cancel(request_id))
+
+
+class Generation:
+    """One request's outputs, as an async iterator that ends after the one with `finish`.
+
+    What arrives while nobody reads is merged into one pending output, so a slow reader holds at
+    most the tokens of its own answer. A failure is raised, after the tokens that came before it.
+    """
+
+    def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
+        self.id = request_id
+        self.started = False  # a token has arrived: from then on no retry can be hidden
+        self._cancel = cancel
+        self._pending: Output | None = None
+        self._error: PenstockError | None = None
+        self._ended = False  # nothing more is handed out
+        self._arrived = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._ended:
+            raise StopAsyncIteration
+        if self._pending is None and self._error is None:
+            self._arrived.clear()
+            try:
+                await self._arrived.wait()
+            except asyncio.CancelledError:
+                self._close()
+                raise
+        output, self._pending = self._pending, None
+        if output is not None:
+            self._ended = output.finish is not None
+            return output
+        self._ended = True
+        if self._error is None:  # closed by another task while this one waited
+            raise StopAsyncIteration
+        raise self._error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    async def aclose(self) -> None:
+        """Stop; the worker is told now if it is still at work on this request."""
+        self._close()
+
+    def push(self, output: Output) -> None:
+        """What one step gave."""
+        if output.failure is not None:
+            failure = output.failure
+            self._error = by_code(failure.code)(failure.message, numbers=failure.numbers)
+            # The error stands for the end; the tokens that came with it are still handed out.
+            output = msgspec.structs.replace(output, finish=None, failure=None)
+        self.started = self.started or bool(output.tokens)
+        if output.tokens or output.prompt_logprobs or output.finish is not None:
+            self._pending = output if self._pending is None else _merged(self._pending, output)
+        if self._pending is not None or self._error is not None:
+            self._arrived.set()
+
+    def fail(self, error: PenstockError) -> None:
+        """Nothing more will come, for this reason."""
+        self._error = error
+        self._arrived.set()
+
+    def _close(self) -> None:
+        self._ended = True
+        self._pending = None
+        self._cancel(self.id)
+        self._arrived.set()
+
+
+def _merged(first: Output, then: Output) -> Output:
+    """Two outputs of one request as if one step had given both; takes over `first`'s lists."""
+    first.tokens += then.tokens
+    if then.logprobs:
+        first.logprobs = [] if first.logprobs is None else first.logprobs
+        first.logprobs += then.logprobs
+    if then.prompt_logprobs:
+        first.prompt_logprobs = [] if first.prompt_logprobs is None else first.prompt_logprobs
+        first.prompt_logprobs += then.prompt_logprobs
+    first.finish = then.finish
+    return first

@@ -1,0 +1,273 @@
+"""Worker processes: their birth from the template, their socket, and every way they can end.
+
+One `Supervisor` per server, one `WorkerHandle` per process. A handle says what became of its
+process; whether to start another is decided in `residency`. End of file on a worker's socket is
+its death; the exit code follows from the template, its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from penstock.boot import Fork
+from penstock.errors import InternalError, PenstockError, WorkerLost, by_code
+from penstock.server.client import ModelClient
+from penstock.server.output_log import OutputLog
+from penstock.server.template import Child, TemplateProcess
+from penstock.wire import (
+    Alive,
+    FrameReader,
+    LoadFailed,
+    Loading,
+    LoadSpec,
+    Ready,
+    Shutdown,
+    Step,
+    ToWorker,
+    frame,
+    from_worker,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0  # to finish the step in hand
+TERM_GRACE_S = 1.0  # from SIGTERM to SIGKILL
+# How far apart the two signs of a death may lie: the socket's end and the parent's word.
+BURIAL_S = 2.0
+
+
+class Supervisor:
+    """Starts workers; `close` ends all of them and the template."""
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        engine_module: str = "penstock.worker.loading",
+        preload: Sequence[str] = ("penstock.worker.template",),
+    ) -> None:
+        self._logs = home / "logs"
+        self._engine_module = engine_module
+        self._preload = tuple(preload)
+        self._template: asyncio.Task[TemplateProcess] | None = None
+        self._workers: set[WorkerHandle] = set()
+        self._closed = False
+
+    def warm(self) -> None:
+        """Start the template in the background, so that the first load need not wait for it."""
+        self._ensure_template().add_done_callback(_report_template)
+
+    async def template(self) -> TemplateProcess:
+        """The running template; raises `InternalError` with its last words if it cannot start."""
+        return await asyncio.shield(self._ensure_template())
+
+    async def start(self, spec: LoadSpec) -> WorkerHandle:
+        """A new process that loads `spec`; await the handle's `ready` for the outcome."""
+        template = await self.template()
+        ours, theirs = socket.socketpair()
+        output = OutputLog(self._logs / f"{_file_name(spec.name)}.log")
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(output.close)
+            with theirs:
+                order = Fork(spec, self._engine_module)
+                child = await template.fork(order, (theirs.fileno(), output.write_fd))
+            output.handed_over()
+            worker = WorkerHandle(spec, child, output)
+            await worker.connect(ours)
+            undo.pop_all()
+        self._workers.add(worker)
+        worker.ended.add_done_callback(lambda _: self._workers.discard(worker))
+        if self._closed:  # while this one was being born
+            await worker.stop(0)
+            raise InternalError("The server is shutting down.")
+        return worker
+
+    async def close(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End every worker, then the template; nothing of ours runs afterwards."""
+        self._closed = True
+        await asyncio.gather(*(worker.stop(grace_s) for worker in list(self._workers)))
+        if self._template is not None:
+            self._template.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PenstockError):
+                await (await self._template).stop()
+            self._template = None
+
+    def _ensure_template(self) -> asyncio.Task[TemplateProcess]:
+        if self._closed:
+            raise InternalError("The server is shutting down.")
+        if self._template is None or _is_spent(self._template):
+            start = self._start_template(self._template)
+            self._template = asyncio.get_running_loop().create_task(start)
+        return self._template
+
+    async def _start_template(self, spent: asyncio.Task[TemplateProcess] | None) -> TemplateProcess:
+        if spent is not None and not spent.cancelled() and spent.exception() is None:
+            await spent.result().stop()
+        return await TemplateProcess.start(self._preload, self._logs / "template.log")
+
+
+class WorkerHandle:
+    """One worker process, from its birth to its burial."""
+
+    def __init__(self, spec: LoadSpec, child: Child, output: OutputLog) -> None:
+        loop = asyncio.get_running_loop()
+        self.spec = spec
+        self.pid = child.pid
+        self.client = ModelClient(spec.name, self._send)
+        self.progress: Loading | None = None  # the latest of the load
+        self.ready: asyncio.Future[Ready] = loop.create_future()  # or raises why there is no model
+        self.ended: asyncio.Future[str] = loop.create_future()  # how the process ended, in words
+        self.alive = True  # until the first sign of its death
+        self._exit_code = child.exit_code
+        self._exit_code.add_done_callback(self._on_exit_code)
+        self._log = output
+        self._stopping = False
+        self._transport: asyncio.Transport | None = None
+        self._burial: asyncio.Task[None] | None = None
+
+    async def connect(self, sock: socket.socket) -> None:
+        """Take over the server's end of the worker's socket."""
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: _Reader(self), sock=sock)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Ask it to end, then make it; returns when the process is gone."""
+        self._stopping = True
+        self._send(Shutdown())
+        for wait_s, sign in ((grace_s, signal.SIGTERM), (TERM_GRACE_S, signal.SIGKILL)):
+            await asyncio.wait([self.ended], timeout=wait_s)
+            if self.ended.done():
+                return
+            self.kill(sign)
+        await asyncio.shield(self.ended)
+
+    def kill(self, sign: signal.Signals) -> None:
+        """Send a signal, unless the process has already been reaped."""
+        if self._exit_code.done() and self._exit_code.result() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, sign)
+
+    def on_connect(self, transport: asyncio.Transport) -> None:
+        """The socket is ours."""
+        self._transport = transport
+
+    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive) -> None:
+        """What the worker said."""
+        match message:
+            case Step() | Alive():
+                self.client.receive(message)
+            case Loading():
+                self.progress = message
+            case Ready():
+                self.client.receive(message)
+                self.ready.set_result(message)
+            case LoadFailed():
+                failure = message.failure
+                error = by_code(failure.code)(failure.message, numbers=failure.numbers)
+                self.ready.set_exception(error)
+
+    def on_end_of_file(self) -> None:
+        """The worker is dead or dying."""
+        self.alive = False
+        self._burial = asyncio.get_running_loop().create_task(self._bury())
+
+    def _send(self, message: ToWorker) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    def _on_exit_code(self, exit_code: asyncio.Future[int | None]) -> None:
+        # Its last frames may still be in the socket, so the end of file is waited for, but not
+        # for ever: a process that the worker has started could hold the socket open.
+        if not exit_code.cancelled() and exit_code.result() is not None and self._transport:
+            self.alive = False
+            asyncio.get_running_loop().call_later(BURIAL_S, self._transport.abort)
+
+    async def _bury(self) -> None:
+        await asyncio.wait([self._exit_code], timeout=BURIAL_S)
+        if not self._exit_code.done():
+            self.kill(signal.SIGKILL)
+            await asyncio.wait([self._exit_code], timeout=BURIAL_S)
+        code = self._exit_code.result() if self._exit_code.done() else None
+        self._log.close()
+        cause = describe_exit(code)
+        name = self.spec.name
+        if self._stopping:
+            lost = f"The model {name!r} was unloaded before this request was finished."
+            log.info("worker %d of %s ended: %s", self.pid, name, cause)
+        else:
+            lost = f"The process of the model {name!r} ended: {cause}. Please send it again."
+            log.error(
+                "worker %d of %s ended: %s; its last lines, also in %s:\n%s",
+                self.pid,
+                name,
+                cause,
+                self._log.path,
+                self._log.tail(),
+            )
+        if not self.ready.done():
+            self.ready.set_exception(WorkerLost(lost))
+        self.ready.exception()  # whoever wanted to know has asked by now
+        self.client.lose(lost)
+        self.ended.set_result(cause)
+
+
+class _Reader(asyncio.Protocol):
+    """Cuts what arrives from a worker into messages."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+        self._frames = FrameReader()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._worker.on_connect(transport)
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            self._worker.on_message(from_worker.decode(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._worker.on_end_of_file()
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, in words that point to the usual cause."""
+    if code is None:
+        return "its exit code is unknown, because the template process died before it"
+    if code >= 0:
+        return f"it exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"it was killed by {name}, which is what the kernel sends when memory runs out"
+    return f"it was killed by {name}"
+
+
+def _file_name(model: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", model)
+
+
+def _is_spent(template: asyncio.Task[TemplateProcess]) -> bool:
+    if not template.done():
+        return False
+    return template.cancelled() or template.exception() is not None or not template.result().alive
+
+
+def _report_template(template: asyncio.Task[TemplateProcess]) -> None:
+    if not template.cancelled() and (error := template.exception()) is not None:
+        log.error("the template process did not start: %s", error)

@@ -1,0 +1,176 @@
+"""The server's side of the template process (`penstock.boot`): start it, order forks, hear of ends.
+
+Knows processes and file descriptors; what a worker says on its own socket is not read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.boot import Exited, Fork, Forked, ForkFailed, Up, from_template, pack
+from penstock.errors import InternalError
+from penstock.server.output_log import OutputLog
+from penstock.wire import FrameReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0  # imports from a cold, slow disk
+STOP_TIMEOUT_S = 5.0
+
+# The environment that every worker is born with.
+WORKER_ENVIRONMENT = {
+    # Fixed thresholds switch off glibc's own growing ones: a block of 4 MiB or more is a mapping
+    # of its own and goes back when freed, and the heap keeps at most 32 MiB of free top.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
+    "MALLOC_ARENA_MAX": "2",
+    # numpy's BLAS would start its threads at import; torch computes with its own.
+    "OPENBLAS_NUM_THREADS": "1",
+    # The numbering of GPUs that the driver's own library uses.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A worker reads model folders; only `penstock pull` talks to the hub.
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A forked worker process."""
+
+    pid: int
+    exit_code: asyncio.Future[int | None]  # negative: a signal; None: its parent died before it
+
+
+class TemplateProcess:
+    """One template process, from `start` to its end; a dead one is replaced, not restarted."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, output: OutputLog
+    ) -> None:
+        self.pid = process.pid
+        self.up: Up | None = None
+        self.alive = True
+        self._process = process
+        self._control = control
+        self._output = output
+        self._order = asyncio.Lock()
+        loop = asyncio.get_running_loop()
+        # The answer that is waited for: `Up` at first, then one per order.
+        self._answer: asyncio.Future[Up | Child | ForkFailed] = loop.create_future()
+        self._exits: dict[int, asyncio.Future[int | None]] = {}
+        self._reader = loop.create_task(self._read())
+
+    @classmethod
+    async def start(cls, preload: Sequence[str], log_path: Path) -> TemplateProcess:
+        """Start one and wait until its imports are done."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        output = OutputLog(log_path)
+        # The same code from the same places, in the same order, as the server's.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - returns once the child has started
+                [sys.executable, "-P", "-m", "penstock.boot", str(theirs.fileno()), *preload],
+                stdin=subprocess.DEVNULL,
+                stdout=output.write_fd,
+                stderr=output.write_fd,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": path},
+                start_new_session=True,  # a terminal's ^C is for the server to decide on
+            )
+        output.handed_over()
+        template = cls(process, ours, output)
+        try:
+            up = await asyncio.wait_for(template._answer, START_TIMEOUT_S)
+            assert isinstance(up, Up)
+        except BaseException:
+            await template.stop()
+            raise
+        template.up = up
+        if up.threads != 1:
+            log.warning("the template process has %d threads: workers may hang", up.threads)
+        log.info("template process %d is up after %.1f s", up.pid, up.import_s)
+        return template
+
+    async def fork(self, order: Fork, fds: Sequence[int]) -> Child:
+        """A new worker process, which has its own copies of `fds`."""
+        async with self._order:
+            if not self.alive:
+                raise self._death()
+            loop = asyncio.get_running_loop()
+            self._answer = loop.create_future()
+            # A small message into an empty socket buffer: this neither blocks nor sends a part.
+            socket.send_fds(self._control, [pack(order)], list(fds))
+            try:
+                answer = await asyncio.shield(self._answer)
+            except asyncio.CancelledError:
+                # The answer takes milliseconds, and the next order must not get it.
+                await asyncio.wait([self._answer])
+                raise
+        if isinstance(answer, ForkFailed):
+            raise InternalError(f"The system refused a process for a worker: {answer.reason}.")
+        assert isinstance(answer, Child)
+        return answer
+
+    async def stop(self) -> None:
+        """End it; what it forked lives on and should have been stopped before."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        await self._reader
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self._output.close()
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        frames = FrameReader()
+        while True:
+            try:
+                data = await loop.sock_recv(self._control, 1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            for body in frames.feed(data):
+                self._hear(from_template.decode(body))
+        self.alive = False
+        for exit_code in self._exits.values():
+            exit_code.set_result(None)
+        self._exits.clear()
+        if not self._answer.done():
+            self._answer.set_exception(self._death())
+
+    def _hear(self, message: Up | Forked | ForkFailed | Exited) -> None:
+        if isinstance(message, Exited):
+            self._exits.pop(message.pid).set_result(message.code)
+        elif isinstance(message, Forked):
+            child = Child(message.pid, asyncio.get_running_loop().create_future())
+            self._exits[child.pid] = child.exit_code
+            self._answer.set_result(child)
+        else:
+            self._answer.set_result(message)
+
+    def _death(self) -> InternalError:
+        return InternalError(
+            "The process that workers are forked from has died; "
+            f"its last words, also in {self._output.path}:\n{self._output.tail()}"
+        )

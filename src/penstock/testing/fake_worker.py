@@ -1,0 +1,184 @@
+"""An engine without torch: real processes and sockets for tests of everything around a model.
+
+`Supervisor(home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD)` serves it.
+It answers with the tokens of the prompt, over and over. How a model misbehaves is written in its
+folder (`FakeModel.write`); a folder without that file gets a well-behaved one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import by_code
+from penstock.wire import (
+    Candidate,
+    Finish,
+    LoadSpec,
+    Output,
+    Ready,
+    Status,
+    Submit,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FAKE_PRELOAD = ("penstock.worker.loop", "penstock.testing.fake_worker")
+
+BEHAVIOUR_FILE = "fake.json"
+LIVES_FILE = "lives"  # one byte per load begun, so that tests can count them
+BLOCK_TOKENS = 16
+
+
+class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the fake behaves. `bad_lives` bounds the misbehaviour to the first loads."""
+
+    context: int = 4096
+    load_s: float = 0.0
+    load_error_code: str | None = None  # a `PenstockError` of that code
+    load_bug: bool = False  # an exception that is none of ours
+    load_death: bool = False
+    step_s: float = 0.0
+    die_at_token: int | None = None  # SIGKILL to itself instead of that token of an answer
+    hang_at_token: int | None = None
+    failing_steps: int = 0  # that many steps raise first
+    bad_lives: int = 1 << 30
+
+    def write(self, folder: Path) -> Path:
+        """Put it into a model folder; returns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / BEHAVIOUR_FILE).write_bytes(msgspec.json.encode(self))
+        return folder
+
+
+def lives(folder: Path) -> int:
+    """How many times a worker has begun to load this folder."""
+    file = folder / LIVES_FILE
+    return file.stat().st_size if file.exists() else 0
+
+
+def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> FakeEngine:
+    """The engine that a worker asks for, after the trouble that the folder asks for."""
+    folder = Path(spec.path)
+    model = FakeModel()
+    if (folder / BEHAVIOUR_FILE).exists():
+        model = msgspec.json.decode((folder / BEHAVIOUR_FILE).read_bytes(), type=FakeModel)
+        with (folder / LIVES_FILE).open("ab") as file:
+            file.write(b".")
+        if lives(folder) > model.bad_lives:
+            model = FakeModel(context=model.context, load_s=model.load_s, step_s=model.step_s)
+    progress("weights", 0, 100)
+    time.sleep(model.load_s)
+    if model.load_death:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if model.load_error_code is not None:
+        raise by_code(model.load_error_code)(f"The fake model {spec.name} refuses to load.")
+    if model.load_bug:
+        raise RuntimeError("a bug in the loader")
+    progress("weights", 100, 100)
+    return FakeEngine(spec, model)
+
+
+@dataclass(slots=True)
+class _Request:
+    submit: Submit
+    answered: int = 0
+    prompt_told: bool = False
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """Speaks the protocol of `penstock.worker.loop.Engine`."""
+
+    spec: LoadSpec
+    model: FakeModel
+    requests: dict[int, _Request] = field(default_factory=dict)
+    steps: int = 0
+
+    def ready(self) -> Ready:
+        context = min(self.model.context, self.spec.max_context or self.model.context)
+        return Ready(
+            pid=0,
+            device=self.spec.device,
+            dtype="float32",
+            weight_bytes=1 << 20,
+            kv_bytes_per_token=1 << 10,
+            kv_tokens=max(self.spec.kv_bytes >> 10, context),
+            context=context,
+            load_s=0.0,
+        )
+
+    def submit(self, request: Submit) -> None:
+        self.requests[request.id] = _Request(request)
+
+    def cancel(self, request_id: int) -> None:
+        self.requests.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def probe(self) -> None:
+        self.steps += 1
+
+    def step(self) -> list[Output]:
+        self.steps += 1
+        time.sleep(self.model.step_s)
+        if self.steps <= self.model.failing_steps:
+            raise RuntimeError("a bug in the engine")
+        batch = list(self.requests.values())[: self.spec.step_sequences]
+        outputs = [self._advance(request) for request in batch]
+        for output in outputs:
+            if output.finish is not None:
+                del self.requests[output.id]
+        return outputs
+
+    def status(self) -> Status:
+        running = min(len(self.requests), self.spec.step_sequences)
+        return Status(
+            running=running,
+            waiting=len(self.requests) - running,
+            blocks_total=256,
+            blocks_free=256 - min(len(self.requests), 256),
+            block_tokens=BLOCK_TOKENS,
+            step_tokens=running,
+            step_s=self.model.step_s,
+            host_s=0.0,
+            preemptions=0,
+            steps=self.steps,
+        )
+
+    def _advance(self, request: _Request) -> Output:
+        submit = request.submit
+        if request.answered == self.model.die_at_token:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if request.answered == self.model.hang_at_token:
+            time.sleep(3600)
+        output = Output(submit.id)
+        if submit.prompt_logprobs is not None and not request.prompt_told:
+            known = [_logprobs(token, submit.prompt_logprobs) for token in submit.prompt[1:]]
+            output.prompt_logprobs = [None, *known]
+        request.prompt_told = True
+        token = submit.prompt[request.answered % len(submit.prompt)]
+        request.answered += 1
+        output.tokens = [token]
+        if submit.sampling.logprobs is not None:
+            output.logprobs = [_logprobs(token, submit.sampling.logprobs)]
+        if token in submit.stop_token_ids and request.answered > submit.min_tokens:
+            output.finish = Finish.STOP
+        elif request.answered >= submit.max_tokens:
+            output.finish = Finish.LENGTH
+        return output
+
+
+def _logprobs(token: int, alternatives: int) -> TokenLogprobs:
+    """The token at -0.5, and its neighbours each less likely than the one before."""
+    top = [Candidate(token + rank, -0.5 - rank) for rank in range(alternatives)]
+    return TokenLogprobs(Candidate(token, -0.5), top)

@@ -1,0 +1,37 @@
+"""What the template process imports before it forks workers: nothing but imports happens here.
+
+No tensor operation, no `torch.cuda` call, no thread: a fork of a process that has done any of
+these hangs or fails on its first use of the device. The list costs about 330 MiB once, shared by
+all workers, of which torch and transformers' base classes are 320: a model module more costs well
+under one MiB, so the common architectures are all here.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+MODULES = (
+    "torch",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "penstock.worker.loop",
+)
+# An architecture that is not here is imported by the worker that needs it.
+COMMON_ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_oss",
+    "glm4_moe",
+)
+
+for _module in MODULES:
+    importlib.import_module(_module)
+for _name in COMMON_ARCHITECTURES:
+    importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
