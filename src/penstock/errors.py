@@ -4,7 +4,10 @@
     ├── BadRequest            400  a field, an image, a model of the wrong kind
     │   └── ContextTooLong    400  the prompt can never fit (window or memory)
     ├── Unauthorized          401
+    ├── Forbidden             403  a Host or Origin that this server does not answer to
     ├── UnknownModel          404
+    ├── UnknownRoute          404  no such address
+    ├── MethodNotAllowed      405
     ├── BodyTooLarge          413
     ├── Overloaded            503  queue full or deadline passed
     ├── WorkerLost            503  the model's process died before the first byte
@@ -70,12 +73,36 @@ class Unauthorized(PenstockError):  # noqa: N818
     anthropic = (401, "authentication_error")
 
 
+class Forbidden(PenstockError):  # noqa: N818
+    """A Host or Origin header that this server does not answer to."""
+
+    status = 403
+    code = "forbidden"
+    anthropic = (403, "permission_error")
+
+
 class UnknownModel(PenstockError):  # noqa: N818
     """No model of that name; the message lists the known ones."""
 
     status = 404
     code = "model_not_found"
     anthropic = (404, "not_found_error")
+
+
+class UnknownRoute(PenstockError):  # noqa: N818
+    """There is nothing at that address."""
+
+    status = 404
+    code = "not_found"
+    anthropic = (404, "not_found_error")
+
+
+class MethodNotAllowed(PenstockError):  # noqa: N818
+    """The address exists, but not for that method."""
+
+    status = 405
+    code = "method_not_allowed"
+    anthropic = (405, "invalid_request_error")
 
 
 class BodyTooLarge(PenstockError):  # noqa: N818

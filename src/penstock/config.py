@@ -1,0 +1,410 @@
+"""Every setting, where it came from, and nothing about what uses it.
+
+A value is looked for in this order, the last one found wins: the default, `penstock.toml`, the
+environment (`PENSTOCK_SECTION_KEY`), the command line. The result is one frozen `Config`. A key
+that nobody knows is an error that names the nearest known one, so a typing error never runs
+quietly with a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+
+Parser = Callable[[object], Any]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    **{letter: 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
+
+
+class ConfigError(PenstockError):
+    """A setting that cannot be used; the message names it and where it stands."""
+
+
+# --- parsers: from a TOML value or from the text of a flag or variable -------------------------
+
+
+def parse_size(value: object) -> int:
+    """Bytes from a number or a text such as `512MiB`, `8 GB`, `1.5g`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError("a size is bytes, or a number with a unit such as 512MiB or 8GB")
+        size = int(float(match[1]) * unit)
+    if size < 0:
+        raise ValueError("a size is not negative")
+    return size
+
+
+def parse_limit(value: object) -> str:
+    """A memory limit, checked but kept as text: `auto`, a percentage such as `60%`, or a size."""
+    text = str(value).strip()
+    if text == "auto":
+        return text
+    if text.endswith("%"):
+        try:
+            share = float(text[:-1])
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 100:
+            raise ValueError("a percentage lies above 0% and up to 100%")
+        return text
+    try:
+        return str(parse_size(value))
+    except ValueError:
+        raise ValueError("a limit is auto, a percentage such as 60%, or a size such as 8GiB") from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text is expected")
+    return value
+
+
+def _integer(low: int, high: int | None = None) -> Parser:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("a whole number is expected")
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError("a whole number is expected") from None
+        if number < low or (high is not None and number > high):
+            raise ValueError(f"it must be at least {low}" + (f" and at most {high}" if high else ""))
+        return number
+
+    return parse
+
+
+def _seconds(value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        raise ValueError("a number of seconds is expected") from None
+    if not 0 <= number < float("inf"):
+        raise ValueError("a number of seconds is not negative and not infinite")
+    return number
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    if word in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("true or false is expected")
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise ValueError("a list of texts is expected")
+
+
+def _path(value: object) -> Path:
+    return Path(_text(str(value) if isinstance(value, Path) else value)).expanduser().absolute()
+
+
+def _paths(value: object) -> tuple[Path, ...]:
+    if isinstance(value, Path):
+        return (_path(value),)
+    return tuple(_path(part) for part in _texts(value))
+
+
+def _choice(*words: str) -> Parser:
+    def parse(value: object) -> str:
+        if value not in words:
+            raise ValueError(f"it must be one of {', '.join(words)}")
+        return str(value)
+
+    return parse
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("it must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _knob(default: Any, parse: Parser, about: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "about": about})
+
+
+# --- the tree ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`[server]`: the HTTP side."""
+
+    host: str = _knob("127.0.0.1", _text, "address to listen on")
+    port: int = _knob(8000, _integer(0, 65535), "port to listen on; 0 takes a free one")
+    api_keys: tuple[str, ...] = _knob((), _texts, "keys that clients may use")
+    no_auth: bool = _knob(False, _boolean, "allow a non-loopback address without a key")
+    hosts: tuple[str, ...] = _knob((), _texts, "further Host names accepted without a key")
+    cors_origins: tuple[str, ...] = _knob((), _texts, "web origins that may call the API")
+    max_body: int = _knob(32 << 20, parse_size, "largest request body")
+    max_bodies: int = _knob(256 << 20, parse_size, "bodies held at once, over all requests")
+    max_choices: int = _knob(1024, _integer(1), "most answers to one request (n x prompts)")
+    max_tokens_policy: str = _knob(
+        "cut", _choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused"
+    )
+    keepalive_after_s: float = _knob(10.0, _seconds, "silence after which a stream says it lives")
+    shutdown_grace_s: float = _knob(5.0, _seconds, "time for running answers when stopped")
+    log_level: str = _knob("info", _choice("debug", "info", "warning", "error"), "what is logged")
+    log_file: Path | None = _knob(None, _path, "JSON lines go here as well as to the terminal")
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """`[memory]`: how much penstock may use."""
+
+    limit: str = _knob("auto", parse_limit, "RAM: auto, a percentage or a size")
+    gpu_limit: str = _knob("auto", parse_limit, "memory of each GPU: auto, a percentage or a size")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """`[cache]`: KV kept beyond a request."""
+
+    dir: Path = _knob(Path(), _path, "where cached KV is kept")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """How a model runs: `[models]` for all of them, `[models.NAME]` for one."""
+
+    device: str = _knob("auto", _device, "auto, cpu, cuda or cuda:N")
+    dtype: str = _knob(
+        "auto", _choice("auto", "float32", "bfloat16", "float16"), "number format of weights and KV"
+    )
+    max_context: int | None = _knob(None, _integer(1), "longest sequence, below the model's own")
+    kv_bytes: int | None = _knob(None, parse_size, "memory for KV; otherwise what the limit leaves")
+    step_tokens: int = _knob(512, _integer(1), "most tokens computed in one step")
+    step_sequences: int = _knob(64, _integer(1), "most sequences in one step")
+    step_target_s: float | None = _knob(None, _seconds, "chunks shrink to keep a step near this")
+    threads: int | None = _knob(None, _integer(1), "CPU threads; otherwise the machine's cores")
+    trust_remote_code: bool = _knob(False, _boolean, "run Python code that a model folder brings")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsSettings(ModelSettings):
+    """`[models]`: which models there are, and how all of them run."""
+
+    dirs: tuple[Path, ...] = _knob((), _paths, "further folders with models")
+    default: str | None = _knob(None, _text, "loaded at start; answers requests that name no model")
+    hf_cache: Path | None = _knob(None, _path, "a Hugging Face cache to look into; otherwise its own default")
+    idle_timeout_s: float | None = _knob(None, _seconds, "an idle model is unloaded after this")
+    named: Mapping[str, ModelSettings] = field(default_factory=dict)
+
+    def settings(self, name: str) -> ModelSettings:
+        """What holds for the model `name`."""
+        return self.named.get(name, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything in force; `origins` says for each dotted key where its value came from."""
+
+    home: Path
+    server: ServerSettings
+    memory: MemorySettings
+    cache: CacheSettings
+    models: ModelsSettings
+    origins: Mapping[str, str]
+    # Variables that begin like ours but name no section: shown by `doctor`, as likely mistakes.
+    ignored_variables: tuple[str, ...] = ()
+
+    @property
+    def model_dirs(self) -> tuple[Path, ...]:
+        """Where models are looked for; the first folder with a name wins."""
+        return (*self.models.dirs, self.home / "models")
+
+    def values(self) -> list[tuple[str, object, str]]:
+        """(key, value, origin) of every setting, in order; keys are secrets and stay hidden."""
+        rows: list[tuple[str, object, str]] = [("home", self.home, self.origins["home"])]
+        for section in _SECTIONS:
+            settings = getattr(self, section)
+            rows += _rows(section, settings, self.origins)
+        for name, settings in self.models.named.items():
+            rows += _rows(f"models.{name}", settings, self.origins)
+        return rows
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "server": ServerSettings,
+    "memory": MemorySettings,
+    "cache": CacheSettings,
+    "models": ModelsSettings,
+}
+# Variables that are ours but no setting of a section.
+_OWN_VARIABLES = {"PENSTOCK_HOME", "PENSTOCK_CONFIG"}
+
+
+def _rows(prefix: str, settings: Any, origins: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    rows: list[tuple[str, object, str]] = []
+    for name in _knobs(type(settings)):
+        value = getattr(settings, name)
+        if name == "api_keys":
+            value = f"{len(value)} key(s)"
+        rows.append((f"{prefix}.{name}", value, origins.get(f"{prefix}.{name}", "default")))
+    return rows
+
+
+def _knobs(section: type[Any]) -> dict[str, Parser]:
+    return {
+        knob.name: knob.metadata["parse"]
+        for knob in dataclasses.fields(section)
+        if "parse" in knob.metadata
+    }
+
+
+# --- loading -----------------------------------------------------------------------------------
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Config:
+    """The settings in force. `flags` maps dotted keys (`server.port`) to what was typed.
+
+    Without `file` the variable PENSTOCK_CONFIG is used, else `penstock.toml` in the present
+    folder, else the one in the home directory, if there is one.
+    """
+    environment = os.environ if environment is None else environment
+    home, home_origin = _home(environment)
+    values = _Values()
+    if (found := _find_file(file, environment, home)) is not None:
+        _read_file(found, values)
+    ignored = _read_environment(environment, values)
+    for key, value in (flags or {}).items():
+        section, _, knob = key.partition(".")
+        values.put(section, knob, value, f"flag --{knob.replace('_', '-')}")
+    values.default("cache", "dir", home / "cache")
+    models = values.section("models")
+    return Config(
+        home=home,
+        server=ServerSettings(**values.section("server")),
+        memory=MemorySettings(**values.section("memory")),
+        cache=CacheSettings(**values.section("cache")),
+        models=ModelsSettings(**models, named=values.named_models(models)),
+        origins={"home": home_origin, **values.origins},
+        ignored_variables=ignored,
+    )
+
+
+class _Values:
+    """The parsed values so far, and where each came from."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, Any]] = {}
+        self.origins: dict[str, str] = {}
+
+    def put(self, section: str, key: str, value: object, origin: str) -> None:
+        """Parse and keep a value; a later one replaces it."""
+        kind = _SECTIONS.get(section, ModelSettings)
+        parsers = _knobs(kind)
+        if key not in parsers:
+            raise ConfigError(f"{origin}: {_unknown(f'{section}.{key}', section, parsers)}")
+        try:
+            parsed = parsers[key](value)
+        except ValueError as error:
+            shown = "" if key == "api_keys" else f" is {value!r}, but"
+            raise ConfigError(f"{origin}: {section}.{key}{shown or ':'} {error}.") from None
+        self._values.setdefault(section, {})[key] = parsed
+        self.origins[f"{section}.{key}"] = origin
+
+    def default(self, section: str, key: str, value: Any) -> None:
+        """A default that depends on the machine."""
+        self._values.setdefault(section, {}).setdefault(key, value)
+
+    def section(self, section: str) -> dict[str, Any]:
+        return self._values.get(section, {})
+
+    def named_models(self, common: dict[str, Any]) -> dict[str, ModelSettings]:
+        """Each `[models.NAME]` on top of what `[models]` says for all."""
+        shared = {key: value for key, value in common.items() if key in _knobs(ModelSettings)}
+        return {
+            section.removeprefix("models."): ModelSettings(**{**shared, **own})
+            for section, own in self._values.items()
+            if section.startswith("models.")
+        }
+
+
+def _home(environment: Mapping[str, str]) -> tuple[Path, str]:
+    if value := environment.get("PENSTOCK_HOME"):
+        return Path(value).expanduser().absolute(), "environment PENSTOCK_HOME"
+    return Path("~/.penstock").expanduser(), "default"
+
+
+def _find_file(given: Path | None, environment: Mapping[str, str], home: Path) -> Path | None:
+    if given is None and (value := environment.get("PENSTOCK_CONFIG")):
+        given = Path(value).expanduser()
+    if given is not None:
+        if not given.is_file():
+            raise ConfigError(f"The configuration file {given} does not exist.")
+        return given
+    for candidate in (Path("penstock.toml"), home / "penstock.toml"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _read_file(path: Path, values: _Values) -> None:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"The configuration file {path} cannot be read: {error}.") from None
+    for section, content in document.items():
+        if section not in _SECTIONS or not isinstance(content, dict):
+            raise ConfigError(f"{path}: {_unknown(f'[{section}]', '', _SECTIONS)}")
+        for key, value in content.items():
+            if section == "models" and isinstance(value, dict):
+                for inner, inner_value in value.items():
+                    values.put(f"models.{key}", inner, inner_value, str(path))
+            else:
+                values.put(section, key, value, str(path))
+
+
+def _read_environment(environment: Mapping[str, str], values: _Values) -> tuple[str, ...]:
+    ignored: list[str] = []
+    for variable, value in sorted(environment.items()):
+        if not variable.startswith("PENSTOCK_") or variable in _OWN_VARIABLES:
+            continue
+        section, _, key = variable.removeprefix("PENSTOCK_").lower().partition("_")
+        if section in _SECTIONS and key:
+            values.put(section, key, value, f"environment {variable}")
+        else:
+            # Not an error: a cluster sets such variables for a service that is called penstock.
+            ignored.append(variable)
+    return tuple(ignored)
+
+
+def _unknown(shown: str, section: str, known: Mapping[str, Any]) -> str:
+    key = shown.rpartition(".")[2].strip("[]")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    prefix = f"{section}." if section else ""
+    hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+    return f"there is no setting {shown}.{hint}"

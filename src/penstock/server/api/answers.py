@@ -1,0 +1,128 @@
+"""The two ways to answer: all at once, or as a stream of server-sent events.
+
+It knows pieces and HTTP, not what an event says: that is the protocol's `Renderer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Generation, Piece
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy in front must not hold tokens back
+}
+
+
+class Renderer(Protocol):
+    """A protocol's way to say pieces as events."""
+
+    def events(self, piece: Piece) -> bytes:
+        """What the client is sent for this piece; may be empty."""
+
+    def closing(self, usage: dict[str, object]) -> bytes:
+        """What ends the stream."""
+
+
+def event(content: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class Collected:
+    """A sink that keeps every piece until the end, by choice."""
+
+    def __init__(self, choices: int) -> None:
+        self.pieces: list[list[Piece]] = [[] for _ in range(choices)]
+
+    def put(self, piece: Piece) -> None:
+        """Keep the piece."""
+        self.pieces[piece.choice].append(piece)
+
+    def restart(self) -> bool:
+        """Nothing has left yet, so all can be forgotten."""
+        self.pieces = [[] for _ in self.pieces]
+        return True
+
+
+class _Stream:
+    """A sink that hands pieces on as they come; None is the end."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._used = False
+
+    def put(self, piece: Piece) -> None:
+        self._used = True
+        self.queue.put_nowait(piece)
+
+    def restart(self) -> bool:
+        return not self._used
+
+    async def next(self, patience_s: float) -> list[Piece | None]:
+        """What is there, or after that long nothing."""
+        try:
+            async with asyncio.timeout(patience_s):
+                pieces = [await self.queue.get()]
+        except TimeoutError:
+            return []
+        while not self.queue.empty():
+            pieces.append(self.queue.get_nowait())
+        return pieces
+
+
+async def send_stream(
+    exchange: Exchange, generation: Generation, renderer: Renderer, keepalive_after_s: float
+) -> None:
+    """Answer with events. The head waits for the first piece or `keepalive_after_s`.
+
+    So an error before that has a status of its own; the caller renders later ones in-band.
+    """
+    stream = _Stream()
+
+    async def produce() -> None:
+        try:
+            await generation.run(stream)
+        finally:
+            stream.queue.put_nowait(None)
+
+    async def relay(producer: asyncio.Future[None]) -> None:
+        ended = False
+        while not ended:
+            pieces = await stream.next(keepalive_after_s)
+            ended = None in pieces
+            content = b"".join(renderer.events(piece) for piece in pieces if piece is not None)
+            if ended and len(pieces) == 1 and exchange.status is None:
+                await producer  # ended before the first piece: its error gets a status
+            if exchange.status is None:
+                await exchange.begin(200, _STREAM_HEADERS)
+            if content or not pieces:
+                await exchange.write(content or KEEP_ALIVE)
+        await producer
+        await exchange.write(renderer.closing(generation.usage.as_dict()), more=False)
+
+    async def answer() -> None:
+        producer = asyncio.ensure_future(produce())
+        try:
+            await relay(producer)
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+
+    await exchange.while_connected(answer())
+
+
+async def collect(exchange: Exchange, generation: Generation, choices: int) -> list[list[Piece]]:
+    """All pieces of all choices, once they are complete."""
+    collected = Collected(choices)
+    await exchange.while_connected(generation.run(collected))
+    return collected.pieces

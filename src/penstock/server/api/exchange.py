@@ -1,0 +1,252 @@
+"""One HTTP exchange: body in, answer out, and what the access log says about it.
+
+It knows HTTP and the limits on bodies; it does not know what a body means. An endpoint is a
+coroutine function that takes an `Exchange` and answers through it, or raises a `PenstockError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from penstock.errors import BadRequest, BodyTooLarge, Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Result = TypeVar("Result")
+
+_DISCARD_S = 10.0
+
+
+class ClientGone(Exception):  # noqa: N818 - not an error: the client may leave when it likes
+    """The client has closed the connection; there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class BodyBudget:
+    """Counts the bytes of all bodies held at once; used on the event loop only."""
+
+    limit_bytes: int  # of one body
+    total_bytes: int  # over all requests
+    held_bytes: int = 0
+
+    def take(self, size: int) -> None:
+        """Book `size` more bytes or refuse."""
+        if self.held_bytes + size > self.total_bytes:
+            raise Overloaded(
+                f"The server holds {self.held_bytes} bytes of request bodies, and "
+                f"server.max_bodies allows {self.total_bytes}; try again shortly.",
+                retry_after_s=1,
+            )
+        self.held_bytes += size
+
+    def give(self, size: int) -> None:
+        """Return what `take` booked."""
+        self.held_bytes -= size
+        assert self.held_bytes >= 0
+
+    def too_large(self, size: int | None = None) -> BodyTooLarge:
+        """The refusal of one body."""
+        known = f"has {size} bytes" if size is not None else "is longer than allowed"
+        return BodyTooLarge(
+            f"The request body {known}; the limit is {self.limit_bytes} bytes (server.max_body)."
+        )
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request in hand, and the record of how it went."""
+
+    scope: Scope
+    receive: Receive
+    _send: Send
+    id: str
+    budget: BodyBudget
+    closing: asyncio.Event  # set when answers still running must end now
+    started: float = field(default_factory=time.monotonic)
+    status: int | None = None  # of the answer, once its headers are out
+    record: dict[str, object] = field(default_factory=dict)  # for the access log
+    _body_read: bool = False
+
+    @property
+    def path_params(self) -> Mapping[str, str]:
+        """What the route's pattern matched."""
+        params: Mapping[str, str] = self.scope.get("path_params", {})
+        return params
+
+    def header(self, name: bytes) -> str | None:
+        """The first header of that (lower-case) name."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                text: str = value.decode("latin-1")
+                return text
+        return None
+
+    @asynccontextmanager
+    async def body(self) -> AsyncIterator[bytes]:
+        """The whole body; its bytes stay booked until the block ends."""
+        budget, held, chunks = self.budget, 0, []
+        declared = self.header(b"content-length")
+        if declared is not None and declared.isdigit() and int(declared) > budget.limit_bytes:
+            await self._discard(int(declared))
+            raise budget.too_large(int(declared))
+        try:
+            more = True
+            while more:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk: bytes = message.get("body", b"")
+                if held + len(chunk) > budget.limit_bytes:
+                    chunks.clear()
+                    await self._discard(0)
+                    raise budget.too_large()
+                budget.take(len(chunk))
+                held += len(chunk)
+                chunks.append(chunk)
+                more = message.get("more_body", False)
+            self._body_read = True
+            yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        finally:
+            budget.give(held)
+
+    async def _discard(self, expected: int) -> None:
+        """Read on for a while and keep nothing.
+
+        A connection closed with data on its way loses the answer: the client sees a reset. What
+        is far larger than allowed, or waits to be told to go on, is not read all the same.
+        """
+        left = self.budget.limit_bytes
+        if expected > 2 * left or self.header(b"expect") is not None:
+            return
+        try:
+            async with asyncio.timeout(_DISCARD_S):
+                more = True
+                while more and left > -self.budget.limit_bytes:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    left -= len(message.get("body", b""))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            return
+
+    async def while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run `work`, but cancel it as soon as the client leaves or the server must close.
+
+        Only after `body()`: from then on `receive` has nothing to say but that the client left.
+        """
+        assert self._body_read
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._disconnected())
+        closing = asyncio.ensure_future(self.closing.wait())
+        try:
+            await asyncio.wait({task, gone, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise ClientGone
+            raise Overloaded("The server is shutting down.", retry_after_s=5)
+        finally:
+            await _end(task, gone, closing)
+
+    async def _disconnected(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send_json(
+        self, content: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with one JSON document."""
+        await self.send_bytes(msgspec.json.encode(content), "application/json", status, headers)
+
+    async def send_bytes(
+        self,
+        content: bytes,
+        media_type: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Answer with `content` and end."""
+        await self.begin(
+            status,
+            {"content-type": media_type, "content-length": str(len(content)), **(headers or {})},
+        )
+        await self.write(content, more=False)
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of the answer."""
+        self.status = status
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        pairs.append((b"x-request-id", self.id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, content: bytes, *, more: bool = True) -> None:
+        """Send a piece of the body; `more=False` ends the answer."""
+        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs and wait until it has cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- JSON bodies -------------------------------------------------------------------------------
+
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+
+# Below this a decode takes less time than a thread switch.
+_INLINE_BYTES = 64 << 10
+
+
+async def decode_json(decoder: msgspec.json.Decoder[Result], body: bytes) -> Result:
+    """The body as the decoder's type; a large one is decoded in a thread."""
+    if len(body) <= _INLINE_BYTES:
+        return _decode(decoder, body)
+    return await asyncio.to_thread(_decode, decoder, body)
+
+
+def _decode(decoder: msgspec.json.Decoder[Result], body: bytes) -> Result:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise field_error(error) from None
+    except UnicodeDecodeError:
+        raise BadRequest("The body is not valid UTF-8.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {_reason(error, body)}.") from None
+
+
+def field_error(error: msgspec.ValidationError) -> BadRequest:
+    """msgspec's complaint with the field's name where OpenAI's clients look for it."""
+    text, _, path = str(error).partition(" - at `")
+    name = path.removesuffix("`").removeprefix("$").removeprefix(".").replace("[...]", "")
+    where = f"`{name}`" if name else "The body"
+    return BadRequest(f"{where}: {text[:1].lower()}{text[1:]}.", param=name or None)
+
+
+def _reason(error: msgspec.DecodeError, body: bytes) -> str:
+    if _LONE_SURROGATE.search(body):
+        return "a string has half of a surrogate pair (\\ud800 to \\udfff standing alone)"
+    if not body.strip():
+        return "it is empty"
+    return str(error).removeprefix("JSON is malformed: ")

@@ -1,0 +1,175 @@
+"""The fields of a request as the OpenAI and vLLM protocols name them, and which values are sane.
+
+Types and plain ranges are msgspec's; what needs more than one field or the model's vocabulary is
+checked here too. It turns fields into what a worker is asked for, and knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock import wire
+from penstock.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 4096
+MAX_NESTING = 64
+_INT64 = 2**63 - 1
+_SEED_MASK = _INT64
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=_INT64)]
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """`response_format`: only its type matters here."""
+
+    type: str
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and completions have in common. None is the same as leaving a field out."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=_INT64)] | None = None
+    stop: str | list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    # What vLLM's users are used to.
+    top_k: Annotated[int, Meta(ge=-1, le=_INT64)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    def check(self) -> None:
+        """Refuse what can be refused without knowing the model."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest(
+                "`stream_options` needs `stream` to be true.", param="stream_options"
+            )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise BadRequest(
+                f"`response_format` {self.response_format.type!r} is not supported; "
+                'only {"type": "text"} is.',
+                param="response_format",
+            )
+        self.stops()
+
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS:
+            raise BadRequest(
+                f"`stop` has {len(stops)} strings; at most {MAX_STOPS} are allowed.", param="stop"
+            )
+        if not all(stops):
+            raise BadRequest("`stop` has an empty string.", param="stop")
+        if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+            raise BadRequest(
+                f"`stop` has a string of over {MAX_STOP_CHARACTERS} characters.", param="stop"
+            )
+        return stops
+
+    def stop_tokens(self, eos_token_ids: list[int], vocab_size: int) -> list[int]:
+        """The token ids that end the answer."""
+        own = self.stop_token_ids or []
+        check_token_ids(own, vocab_size, "stop_token_ids")
+        return list(dict.fromkeys(own if self.ignore_eos else [*eos_token_ids, *own]))
+
+    def sampling(
+        self, defaults: Mapping[str, float], vocab_size: int, logprobs: int | None
+    ) -> wire.Sampling:
+        """How the worker is to choose; the model's own defaults stand where the client is silent.
+
+        The seed is that of the first choice, see `seed_of`.
+        """
+
+        def pick(name: str, otherwise: float) -> float:
+            value = getattr(self, name)
+            return float(defaults.get(name, otherwise) if value is None else value)
+
+        top_k = int(pick("top_k", 0))
+        return wire.Sampling(
+            temperature=pick("temperature", 1.0),
+            # A top_p of nothing still leaves the most likely token.
+            top_p=max(pick("top_p", 1.0), 1e-6),
+            top_k=min(max(top_k, 0), vocab_size),
+            min_p=pick("min_p", 0.0),
+            repetition_penalty=pick("repetition_penalty", 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self._biases(vocab_size),
+            seed=secrets.randbits(63) if self.seed is None else self.seed & _SEED_MASK,
+            logprobs=logprobs,
+        )
+
+    def _biases(self, vocab_size: int) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            # isdecimal: int() would also take "+1", " 1" and "1_0". No id has 20 digits.
+            if not (key.isascii() and key.isdecimal() and len(key) < 20):
+                raise BadRequest(
+                    f"`logit_bias` has the key {key[:40]!r}; keys are token ids.",
+                    param="logit_bias",
+                )
+            biases[int(key)] = bias
+        check_token_ids(biases, vocab_size, "logit_bias")
+        return biases
+
+
+def check_token_ids(ids: Any, vocab_size: int, param: str) -> None:
+    """Refuse ids that the model does not have."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise BadRequest(
+            f"`{param}` has the token id {str(wrong)[:40]}; "
+            f"the model's ids are 0 to {vocab_size - 1}.",
+            param=param,
+        )
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of choice number `choice`: the first has the request's own."""
+    if choice == 0:
+        return seed
+    digest = blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & _SEED_MASK
+
+
+def check_nesting(value: object, param: str, depth: int = MAX_NESTING) -> None:
+    """Refuse free-form JSON that is nested deeper than a template could need."""
+    if depth == 0:
+        raise BadRequest(f"`{param}` is nested more than {MAX_NESTING} deep.", param=param)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            check_nesting(item, param, depth - 1)

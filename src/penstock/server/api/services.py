@@ -1,0 +1,85 @@
+"""What the endpoints share: settings, models, their texts, and the counters."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.errors import BadRequest, UnknownModel
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.catalog import Card, Catalog
+    from penstock.config import Config
+    from penstock.server.metrics import Metrics
+    from penstock.server.residency import Residency
+
+_KEPT_TEXTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A model's tokenizer and, if it has one, its chat template."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+class Texts:
+    """Tokenizers and templates, read once per model folder, in a thread."""
+
+    def __init__(self) -> None:
+        self._loads: dict[object, asyncio.Future[Text]] = {}
+
+    async def of(self, card: Card) -> Text:
+        """The text side of a model; all who ask meanwhile wait for the same read."""
+        key = card.path
+        load = self._loads.pop(key, None)
+        if load is None or (load.done() and (load.cancelled() or load.exception())):
+            load = asyncio.ensure_future(asyncio.to_thread(_read, card))
+        self._loads[key] = load  # the latest used is last
+        while len(self._loads) > _KEPT_TEXTS:
+            self._loads.pop(next(iter(self._loads)))
+        return await asyncio.shield(load)
+
+
+def _read(card: Card) -> Text:
+    tokenizer = Tokenizer.from_folder(card.path)
+    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """All that an endpoint may use; made once, at start."""
+
+    config: Config
+    catalog: Catalog
+    residency: Residency
+    metrics: Metrics
+    texts: Texts
+
+    async def generator(self, name: str | None) -> Card:
+        """The card of the model that a request names, or of the default one."""
+        name = name or self.config.models.default
+        if name is None:
+            raise BadRequest(
+                "`model` is missing, and the server has no default (start it with --model NAME).",
+                param="model",
+            )
+        card = await self.find(name)
+        if card.kind != "generate":
+            raise BadRequest(
+                f"The model {name!r} is of the kind {card.kind!r}; it does not generate text.",
+                param="model",
+            )
+        return card
+
+    async def find(self, name: str) -> Card:
+        """The card of a model; looking may read files, so it is done in a thread."""
+        try:
+            return await asyncio.to_thread(self.catalog.find, name)
+        except UnknownModel as error:
+            error.param = "model"
+            raise

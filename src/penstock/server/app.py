@@ -1,0 +1,235 @@
+"""The HTTP application: who may come in, which endpoint answers, and what is logged.
+
+It owns the edge: ids, keys, hosts, errors that nobody else caught. What an endpoint does is its
+own affair; how the process starts and ends is `run.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
+
+from penstock.errors import (
+    Forbidden,
+    InternalError,
+    MethodNotAllowed,
+    PenstockError,
+    Unauthorized,
+    UnknownRoute,
+)
+from penstock.server.api import admin, chat, completions, models
+from penstock.server.api.errors import error_event, error_headers, error_object
+from penstock.server.api.exchange import BodyBudget, ClientGone, Exchange
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from penstock.server.api.services import Services
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("penstock.access")
+
+Endpoint = Callable[[Exchange, "Services"], Awaitable[None]]
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_OPEN_ROUTES = frozenset({"/health"})
+
+_ENDPOINTS: list[tuple[str, str, Endpoint]] = [
+    ("GET", "/", admin.front_page),
+    ("GET", "/health", admin.health),
+    ("GET", "/ready", admin.ready),
+    ("GET", "/metrics", admin.metrics),
+    ("GET", "/admin/api/models", admin.resident_models),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{id:path}", models.show_model),
+    ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/v1/completions", completions.completions),
+]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in _LOOPBACK_NAMES or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
+
+
+def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
+    """The application; answers still running end when `closing` is set."""
+    app: ASGIApp = App(services, closing)
+    if origins := services.config.server.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+class App:
+    """Takes an HTTP exchange to its endpoint, and out again with a log line."""
+
+    def __init__(self, services: Services, closing: asyncio.Event) -> None:
+        settings = services.config.server
+        self._services = services
+        self._closing = closing
+        self._budget = BodyBudget(settings.max_body, settings.max_bodies)
+        self._door = _Door(settings.host, settings.api_keys, settings.hosts, settings.cors_origins)
+        self._routes = [
+            (Route(path, _unused, methods=[method]), endpoint)
+            for method, path, endpoint in _ENDPOINTS
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        exchange = Exchange(
+            dict(scope), receive, send, _request_id(scope), self._budget, self._closing
+        )
+        exchange.record["route"] = "unknown"
+        try:
+            await self._dispatch(exchange)
+        except ClientGone:
+            exchange.record["client"] = "gone"
+        except PenstockError as error:
+            await self._refuse(exchange, error)
+        except Exception:  # the edge of the process: whatever it is, the server lives on
+            log.exception("a request failed", extra={"fields": {"id": exchange.id}})
+            await self._refuse(
+                exchange,
+                InternalError(f"The server made a mistake; its log says more under {exchange.id}."),
+            )
+        finally:
+            self._note(exchange)
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        self._door.check_host(exchange)
+        endpoint, route, params = self._find(exchange)
+        exchange.record["route"] = route
+        exchange.scope["path_params"] = params
+        if route not in _OPEN_ROUTES:
+            self._door.check_key(exchange)
+        await endpoint(exchange, self._services)
+
+    def _find(self, exchange: Exchange) -> tuple[Endpoint, str, dict[str, str]]:
+        method, path = exchange.scope["method"], exchange.scope["path"]
+        allowed: list[str] = []
+        for route, endpoint in self._routes:
+            match, child = route.matches(exchange.scope)
+            if match is Match.FULL:
+                return endpoint, route.path, child["path_params"]
+            if match is Match.PARTIAL:
+                allowed += sorted((route.methods or set()) - {"HEAD"})
+        self._door.check_key(exchange)
+        if allowed:
+            raise MethodNotAllowed(f"{path} takes {' and '.join(allowed)}, not {method}.")
+        raise UnknownRoute(f"There is nothing at {path}.")
+
+    async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:
+        exchange.record["error"] = error.code
+        if exchange.status is not None:
+            # The head is out: all that is left is to say it in the stream.
+            await exchange.write(error_event(error), more=False)
+            return
+        headers = error_headers(error)
+        if error.status == 413:
+            headers["connection"] = "close"  # the rest of the body is not wanted
+        await exchange.send_json(error_object(error), error.status, headers)
+
+    def _note(self, exchange: Exchange) -> None:
+        route = str(exchange.record["route"])
+        self._services.metrics.answered(route, exchange)
+        fields = {
+            "id": exchange.id,
+            "method": exchange.scope["method"],
+            **exchange.record,
+            "status": exchange.status,
+            "total_ms": round(1000 * (time.monotonic() - exchange.started), 1),
+        }
+        quiet = route in {"/health", "/ready", "/metrics"}
+        access_log.log(
+            logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields}
+        )
+
+
+class _Door:
+    """Who may come in: by key, or without keys by where the request says it goes and comes from.
+
+    A web page can make a browser send requests to this machine, under a name of the page's own
+    (DNS rebinding) or as a form. Where no key stands in the way, the Host and Origin headers must.
+    """
+
+    def __init__(
+        self, host: str, keys: tuple[str, ...], hosts: tuple[str, ...], origins: tuple[str, ...]
+    ) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._guard_names = is_loopback(host) and not keys
+        self._names = {*_LOOPBACK_NAMES, host, *(name.lower() for name in hosts)}
+        self._origins = set(origins)
+
+    def check_host(self, exchange: Exchange) -> None:
+        """Refuse a Host or Origin that is not ours."""
+        if not self._guard_names:
+            return
+        host = exchange.header(b"host")
+        if host is not None and _hostname(f"//{host}") not in self._names:
+            raise Forbidden(
+                f"This server does not answer to the host name {host[:100]!r}; "
+                "server.hosts names further ones, and with an API key any name will do."
+            )
+        origin = exchange.header(b"origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return
+        if _hostname(origin) not in self._names:
+            raise Forbidden(
+                f"The web origin {origin[:100]!r} may not use this server; "
+                "server.cors_origins names those that may."
+            )
+
+    def check_key(self, exchange: Exchange) -> None:
+        """Refuse a request without one of the keys, if there are any."""
+        if not self._digests:
+            return
+        scheme, _, token = (exchange.header(b"authorization") or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else ""
+        given = given or exchange.header(b"x-api-key") or ""
+        if not given:
+            raise Unauthorized(
+                "An API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
+        digest = sha256(given.encode()).digest()
+        # Every key is compared, so that the time taken says nothing about which one was near.
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+            raise Unauthorized("The API key is not one of this server's.")
+
+
+def _hostname(address: str) -> str | None:
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(text := value.decode("latin-1")):
+            return str(text)
+    return f"req-{uuid.uuid4().hex}"
+
+
+async def _unused(_: object) -> None:
+    """Starlette's routes are used for matching only."""

@@ -1,0 +1,146 @@
+"""Prometheus metrics: what requests cost, and each worker's own figures.
+
+Counters are moved by the endpoints; a worker's figures are read from its latest `Status` at the
+time of a scrape, so a scrape asks no worker anything.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from prometheus_client import Metric
+
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Generation
+    from penstock.wire import Status
+
+_WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """The counters of one server; `statuses` gives the latest figures of each loaded model."""
+
+    def __init__(self, statuses: Callable[[], Mapping[str, Status]]) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._requests = Counter(
+            "penstock_requests", "Answers by route and status.", ["route", "status"],
+            registry=registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "penstock_request_seconds", "From the request's head to the answer's end.", ["route"],
+            buckets=_WAIT_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._prompt_tokens = Counter(
+            "penstock_prompt_tokens", "Tokens of prompts taken in.", ["model"], registry=registry
+        )
+        self._completion_tokens = Counter(
+            "penstock_completion_tokens", "Tokens generated.", ["model"], registry=registry
+        )
+        self._first_token = Histogram(
+            "penstock_time_to_first_token_seconds", "From the request's head to a first token.",
+            ["model"], buckets=_WAIT_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._between_tokens = Histogram(
+            "penstock_time_between_tokens_seconds", "Between two tokens of one answer.",
+            ["model"], buckets=_TOKEN_BUCKETS, registry=registry,
+        )  # fmt: skip
+        registry.register(_Workers(statuses))
+
+    def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
+        """A step gave one answer that many tokens, so long after its last one."""
+        self._completion_tokens.labels(model).inc(tokens)
+        if since_last_s is not None:
+            self._between_tokens.labels(model).observe(since_last_s / tokens)
+
+    @contextmanager
+    def observe(self, exchange: Exchange, generation: Generation, model: str) -> Iterator[None]:
+        """Count a generation when it is over, however it ends, and note it for the access log."""
+        self._prompt_tokens.labels(model).inc(generation.usage.prompt_tokens)
+        try:
+            yield
+        finally:
+            submitted, first = generation.submitted, generation.first_token
+            if first is not None:
+                self._first_token.labels(model).observe(first - exchange.started)
+            exchange.record.update(
+                model=model,
+                prompt_tokens=generation.usage.prompt_tokens,
+                completion_tokens=generation.usage.completion_tokens,
+                queue_ms=None if submitted is None else _ms(submitted - exchange.started),
+                ttft_ms=None if first is None else _ms(first - exchange.started),
+            )
+
+    def answered(self, route: str, exchange: Exchange) -> None:
+        """An exchange is over."""
+        status = "gone" if exchange.status is None else str(exchange.status)
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(time.monotonic() - exchange.started)
+
+    def render(self) -> bytes:
+        """The text of `/metrics`."""
+        return generate_latest(self._registry)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+class _Workers(Collector):
+    """The workers' figures, read when scraped."""
+
+    def __init__(self, statuses: Callable[[], Mapping[str, Status]]) -> None:
+        self._statuses = statuses
+
+    def collect(self) -> Iterable[Metric]:
+        """Every figure of every loaded model."""
+        families = {
+            "running": GaugeMetricFamily(
+                "penstock_running", "Requests in the batch.", labels=["model"]
+            ),
+            "waiting": GaugeMetricFamily(
+                "penstock_waiting", "Requests that wait for the batch.", labels=["model"]
+            ),
+            "blocks_total": GaugeMetricFamily(
+                "penstock_kv_blocks", "KV blocks that there are.", labels=["model"]
+            ),
+            "blocks_free": GaugeMetricFamily(
+                "penstock_kv_blocks_free", "KV blocks that are free.", labels=["model"]
+            ),
+            "block_tokens": GaugeMetricFamily(
+                "penstock_kv_block_tokens", "Tokens in a KV block.", labels=["model"]
+            ),
+            "step_s": GaugeMetricFamily(
+                "penstock_step_seconds", "Duration of the latest step.", labels=["model"]
+            ),
+            "host_s": GaugeMetricFamily(
+                "penstock_step_host_seconds",
+                "The part of the latest step in which the device had nothing to do.",
+                labels=["model"],
+            ),
+            "step_tokens": GaugeMetricFamily(
+                "penstock_step_tokens", "Tokens computed in the latest step.", labels=["model"]
+            ),
+            "steps": CounterMetricFamily(
+                "penstock_steps", "Steps since the model was loaded.", labels=["model"]
+            ),
+            "preemptions": CounterMetricFamily(
+                "penstock_preemptions", "Requests put back since the load.", labels=["model"]
+            ),
+        }
+        for model, status in self._statuses().items():
+            for name, family in families.items():
+                family.add_metric([model], getattr(status, name))
+        return families.values()
