@@ -85,7 +85,8 @@ class TextStream:
         self.matched = found.stop
         start = found.start - (self._made - len(self._held))
         end = start + len(found.stop) if self._include_stop else start
-        return self._held[:end]
+        rest, self._held = self._held[:end], ""
+        return rest
 
 
 @dataclass(frozen=True, slots=True)
