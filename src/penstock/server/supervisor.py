@@ -133,7 +133,7 @@ class WorkerHandle:
         self._exit_code = child.exit_code
         self._exit_code.add_done_callback(self._on_exit_code)
         self._log = output
-        self._stopping = False
+        self.end_expected = False  # we asked for it, or it has said why it cannot serve
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None
 
@@ -144,7 +144,7 @@ class WorkerHandle:
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Ask it to end, then make it; returns when the process is gone."""
-        self._stopping = True
+        self.end_expected = True
         self._send(Shutdown())
         for wait_s, sign in ((grace_s, signal.SIGTERM), (TERM_GRACE_S, signal.SIGKILL)):
             await asyncio.wait([self.ended], timeout=wait_s)
@@ -175,6 +175,7 @@ class WorkerHandle:
                 self.client.receive(message)
                 self.ready.set_result(message)
             case LoadFailed():
+                self.end_expected = True
                 failure = message.failure
                 error = by_code(failure.code)(failure.message, numbers=failure.numbers)
                 self.ready.set_exception(error)
@@ -204,7 +205,7 @@ class WorkerHandle:
         self._log.close()
         cause = describe_exit(code)
         name = self.spec.name
-        if self._stopping:
+        if self.end_expected:
             lost = f"The model {name!r} was unloaded before this request was finished."
             log.info("worker %d of %s ended: %s", self.pid, name, cause)
         else:

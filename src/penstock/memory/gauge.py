@@ -1,0 +1,246 @@
+"""Readings of memory: the machine, its control groups, one process, the GPUs.
+
+Only reads, and never fails for want of a source: what cannot be read is None or empty. Knows no
+limits and no books. GPUs are read through the driver's own library (NVML), not through torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+PROC = Path("/proc")
+# A v1 group without a limit shows the largest multiple of the page size below 2^63.
+_NO_LIMIT_V1 = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class RamReading:
+    """The machine's memory and the control group this process is in."""
+
+    physical_bytes: int
+    available_bytes: int  # what the kernel thinks could be had without swapping
+    cgroup_limit_bytes: int | None  # the tightest limit on the way to the root
+    cgroup_used_bytes: int | None  # of our own group
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that this process and its children can ever have."""
+        if self.cgroup_limit_bytes is None:
+            return self.physical_bytes
+        return min(self.physical_bytes, self.cgroup_limit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """Memory of one process."""
+
+    resident_bytes: int
+    private_bytes: int  # what its exit would certainly give back
+    proportional_bytes: int  # private, plus its share of what it shares (PSS)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """One GPU, under the number that a worker knows it by."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+
+
+def read_ram(proc: Path = PROC) -> RamReading:
+    """The machine's figures now."""
+    fields = _kib_fields(proc / "meminfo")
+    physical = fields.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits, used = [], None
+    for group, (limit_file, used_file) in _memory_groups(proc):
+        limit = _integer(group / limit_file)
+        if limit is not None and limit < _NO_LIMIT_V1:
+            limits.append(limit)
+        if used is None:  # the first group is our own; those above count other processes too
+            used = _integer(group / used_file)
+    return RamReading(
+        physical_bytes=physical,
+        available_bytes=fields.get("MemAvailable", physical),
+        cgroup_limit_bytes=min(limits, default=None),
+        cgroup_used_bytes=used,
+    )
+
+
+def read_process(pid: int, proc: Path = PROC) -> ProcessReading | None:
+    """A process's figures now; None once it is gone."""
+    fields = _kib_fields(proc / str(pid) / "smaps_rollup")
+    if "Rss" not in fields:
+        return None
+    return ProcessReading(
+        resident_bytes=fields["Rss"],
+        private_bytes=fields["Private_Clean"] + fields["Private_Dirty"],
+        proportional_bytes=fields["Pss"],
+    )
+
+
+def read_gpus(environment: Mapping[str, str] = os.environ) -> tuple[GpuReading, ...]:
+    """The GPUs that a worker would see, in its order; empty without a driver or a CUDA torch."""
+    if not _torch_has_cuda():
+        return ()
+    try:
+        devices = list(_nvml_devices(ctypes.CDLL("libnvidia-ml.so.1")))
+    except (OSError, AttributeError):
+        return ()
+    return visible_gpus(devices, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(devices: Sequence[GpuReading], visible: str | None) -> tuple[GpuReading, ...]:
+    """Choose and renumber as CUDA does for `CUDA_VISIBLE_DEVICES`: it ends at the first unknown."""
+    if visible is None:
+        return tuple(devices)
+    chosen: list[GpuReading] = []
+    for word in filter(None, (word.strip() for word in visible.split(","))):
+        found = [d for d in devices if word == str(d.index) or d.uuid.startswith(word)]
+        if not found or found[0].uuid in {d.uuid for d in chosen}:
+            break
+        chosen.append(found[0])
+    return tuple(
+        GpuReading(index, d.name, d.uuid, d.total_bytes, d.free_bytes)
+        for index, d in enumerate(chosen)
+    )
+
+
+def resolve_device(wanted: str, gpus: Sequence[GpuReading]) -> str:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as torch spells it; `auto` takes the GPU with most free."""
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return "cpu"
+    if wanted in {"auto", "cuda"}:
+        if not gpus:
+            raise BadRequest(
+                "The device 'cuda' was asked for, but no GPU can be used here: the driver library "
+                "was not found, or torch was built without CUDA. Use --device cpu."
+            )
+        return f"cuda:{max(gpus, key=lambda gpu: gpu.free_bytes).index}"
+    if wanted not in {f"cuda:{gpu.index}" for gpu in gpus}:
+        raise BadRequest(
+            f"The device {wanted!r} was asked for, but there are {len(gpus)} usable GPUs."
+        )
+    return wanted
+
+
+def _kib_fields(path: Path) -> dict[str, int]:
+    """`Name:  123 kB` lines, in bytes."""
+    fields: dict[str, int] = {}
+    try:
+        text = path.read_text()
+    except OSError:
+        return fields
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if rest.endswith("kB"):
+            fields[name] = int(rest.removesuffix("kB")) << 10
+    return fields
+
+
+def _integer(path: Path) -> int | None:
+    """The number in a file; None for no file and for the word `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_V2_FILES = ("memory.max", "memory.current")
+
+
+def _memory_groups(proc: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Our memory control group and those above it, each with its limit and usage file names."""
+    mounts = _cgroup_mounts(proc)
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:  # 4:memory:/path (v1) or 0::/path (v2)
+        _, controllers, path = line.split(":", 2)
+        version = 2 if controllers == "" else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        if version not in mounts:
+            continue
+        mount, root = mounts[version]
+        # In a container the mount may show only the part of the tree from `root` on.
+        inside = path.removeprefix(root.rstrip("/")).strip("/")
+        group = mount / inside if inside and ".." not in inside else mount
+        while True:
+            yield group, _V2_FILES if version == 2 else _V1_FILES
+            if group == mount:
+                break
+            group = group.parent
+
+
+def _cgroup_mounts(proc: Path) -> dict[int, tuple[Path, str]]:
+    """Where the memory controller (1) and the unified tree (2) are mounted, and from which root."""
+    mounts: dict[int, tuple[Path, str]] = {}
+    try:
+        lines = (proc / "self" / "mountinfo").read_text().splitlines()
+    except OSError:
+        return mounts
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        root, mount_point = before.split()[3:5]
+        if kind == "cgroup2":
+            mounts[2] = (Path(mount_point), root)
+        elif kind == "cgroup" and "memory" in options.split()[-1].split(","):
+            mounts[1] = (Path(mount_point), root)
+    return mounts
+
+
+def _torch_has_cuda() -> bool:
+    """Judged by the version's label, since torch itself must not be imported here."""
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def _nvml_devices(nvml: ctypes.CDLL) -> Iterator[GpuReading]:
+    """Every GPU of the machine, in the order of the PCI bus."""
+    if nvml.nvmlInit_v2() != 0:
+        return
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return
+        for index in range(count.value):
+            handle, memory = ctypes.c_void_p(), _NvmlMemory()
+            name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+            answers = (
+                nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
+                nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
+                nvml.nvmlDeviceGetName(handle, name, 96),
+                nvml.nvmlDeviceGetUUID(handle, uuid, 96),
+            )
+            if not any(answers):
+                yield GpuReading(
+                    index, name.value.decode(), uuid.value.decode(), memory.total, memory.free
+                )
+    finally:
+        nvml.nvmlShutdown()
