@@ -13,6 +13,7 @@
     ├── WorkerLost            503  the model's process died before the first byte
     ├── ModelTooLarge         507  can never be loaded under the limit
     ├── ModelUnusable         400  the files cannot be served (unreadable, unknown architecture)
+    ├── PullFailed            502  a model could not be fetched or stored
     └── InternalError         500  our own fault
 
 A message is a sentence the reader can act on: what happened, the numbers, the knob.
@@ -136,6 +137,13 @@ class ModelTooLarge(PenstockError):  # noqa: N818
     code = "model_exceeds_memory"
 
 
+class PullFailed(PenstockError):  # noqa: N818
+    """A model could not be fetched or stored: no network, no such package, no room."""
+
+    status = 502
+    code = "pull_failed"
+
+
 class InternalError(PenstockError):
     """Our own fault; the log has the rest under the request's id."""
 
@@ -156,6 +164,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
         Overloaded,
         WorkerLost,
         ModelTooLarge,
+        PullFailed,
         InternalError,
     )
 }
