@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from penstock.errors import PenstockError
 
@@ -69,7 +69,9 @@ def parse_limit(value: object) -> str:
     try:
         return str(parse_size(value))
     except ValueError:
-        raise ValueError("a limit is auto, a percentage such as 60%, or a size such as 8GiB") from None
+        raise ValueError(
+            "a limit is auto, a percentage such as 60%, or a size such as 8GiB"
+        ) from None
 
 
 def _text(value: object) -> str:
@@ -87,7 +89,9 @@ def _integer(low: int, high: int | None = None) -> Parser:
         except ValueError:
             raise ValueError("a whole number is expected") from None
         if number < low or (high is not None and number > high):
-            raise ValueError(f"it must be at least {low}" + (f" and at most {high}" if high else ""))
+            raise ValueError(
+                f"it must be at least {low}" + (f" and at most {high}" if high else "")
+            )
         return number
 
     return parse
@@ -147,8 +151,12 @@ def _device(value: object) -> str:
     return value
 
 
-def _knob(default: Any, parse: Parser, about: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "about": about})
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """How a setting is read, and what it is for."""
+
+    parse: Parser
+    about: str
 
 
 # --- the tree ----------------------------------------------------------------------------------
@@ -158,64 +166,94 @@ def _knob(default: Any, parse: Parser, about: str) -> Any:
 class ServerSettings:
     """`[server]`: the HTTP side."""
 
-    host: str = _knob("127.0.0.1", _text, "address to listen on")
-    port: int = _knob(8000, _integer(0, 65535), "port to listen on; 0 takes a free one")
-    api_keys: tuple[str, ...] = _knob((), _texts, "keys that clients may use")
-    no_auth: bool = _knob(False, _boolean, "allow a non-loopback address without a key")
-    hosts: tuple[str, ...] = _knob((), _texts, "further Host names accepted without a key")
-    cors_origins: tuple[str, ...] = _knob((), _texts, "web origins that may call the API")
-    max_body: int = _knob(32 << 20, parse_size, "largest request body")
-    max_bodies: int = _knob(256 << 20, parse_size, "bodies held at once, over all requests")
-    max_choices: int = _knob(1024, _integer(1), "most answers to one request (n x prompts)")
-    max_tokens_policy: str = _knob(
-        "cut", _choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused"
+    host: Annotated[str, Knob(_text, "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Knob(_integer(0, 65535), "port to listen on; 0 takes a free one")] = 8000
+    api_keys: Annotated[tuple[str, ...], Knob(_texts, "keys that clients may use")] = ()
+    no_auth: Annotated[bool, Knob(_boolean, "allow a non-loopback address without a key")] = False
+    hosts: Annotated[
+        tuple[str, ...], Knob(_texts, "further Host names accepted without a key")
+    ] = ()
+    cors_origins: Annotated[tuple[str, ...], Knob(_texts, "web origins that may call the API")] = ()
+    max_body: Annotated[int, Knob(parse_size, "largest request body")] = 32 << 20
+    max_bodies: Annotated[int, Knob(parse_size, "bodies held at once, over all requests")] = (
+        256 << 20
     )
-    keepalive_after_s: float = _knob(10.0, _seconds, "silence after which a stream says it lives")
-    shutdown_grace_s: float = _knob(5.0, _seconds, "time for running answers when stopped")
-    log_level: str = _knob("info", _choice("debug", "info", "warning", "error"), "what is logged")
-    log_file: Path | None = _knob(None, _path, "JSON lines go here as well as to the terminal")
+    max_choices: Annotated[int, Knob(_integer(1), "most answers to one request (n x prompts)")] = (
+        1024
+    )
+    max_tokens_policy: Annotated[
+        str, Knob(_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused")
+    ] = "cut"
+    keepalive_after_s: Annotated[
+        float, Knob(_seconds, "silence after which a stream says it lives")
+    ] = 10.0
+    shutdown_grace_s: Annotated[float, Knob(_seconds, "time for running answers when stopped")] = (
+        5.0
+    )
+    log_level: Annotated[
+        str, Knob(_choice("debug", "info", "warning", "error"), "what is logged")
+    ] = "info"
+    log_file: Annotated[
+        Path | None, Knob(_path, "JSON lines go here as well as to the terminal")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
     """`[memory]`: how much penstock may use."""
 
-    limit: str = _knob("auto", parse_limit, "RAM: auto, a percentage or a size")
-    gpu_limit: str = _knob("auto", parse_limit, "memory of each GPU: auto, a percentage or a size")
+    limit: Annotated[str, Knob(parse_limit, "RAM: auto, a percentage or a size")] = "auto"
+    gpu_limit: Annotated[
+        str, Knob(parse_limit, "memory of each GPU: auto, a percentage or a size")
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
-    dir: Path = _knob(Path(), _path, "where cached KV is kept")
+    dir: Annotated[Path, Knob(_path, "where cached KV is kept")]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """How a model runs: `[models]` for all of them, `[models.NAME]` for one."""
 
-    device: str = _knob("auto", _device, "auto, cpu, cuda or cuda:N")
-    dtype: str = _knob(
-        "auto", _choice("auto", "float32", "bfloat16", "float16"), "number format of weights and KV"
-    )
-    max_context: int | None = _knob(None, _integer(1), "longest sequence, below the model's own")
-    kv_bytes: int | None = _knob(None, parse_size, "memory for KV; otherwise what the limit leaves")
-    step_tokens: int = _knob(512, _integer(1), "most tokens computed in one step")
-    step_sequences: int = _knob(64, _integer(1), "most sequences in one step")
-    step_target_s: float | None = _knob(None, _seconds, "chunks shrink to keep a step near this")
-    threads: int | None = _knob(None, _integer(1), "CPU threads; otherwise the machine's cores")
-    trust_remote_code: bool = _knob(False, _boolean, "run Python code that a model folder brings")
+    device: Annotated[str, Knob(_device, "auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[
+        str,
+        Knob(_choice("auto", "float32", "bfloat16", "float16"), "number format of weights and KV"),
+    ] = "auto"
+    max_context: Annotated[
+        int | None, Knob(_integer(1), "longest sequence, below the model's own")
+    ] = None
+    kv_bytes: Annotated[
+        int | None, Knob(parse_size, "memory for KV; otherwise what the limit leaves")
+    ] = None
+    step_tokens: Annotated[int, Knob(_integer(1), "most tokens computed in one step")] = 512
+    step_sequences: Annotated[int, Knob(_integer(1), "most sequences in one step")] = 64
+    step_target_s: Annotated[
+        float | None, Knob(_seconds, "chunks shrink to keep a step near this")
+    ] = None
+    threads: Annotated[
+        int | None, Knob(_integer(1), "CPU threads; otherwise the machine's cores")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Knob(_boolean, "run Python code that a model folder brings")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsSettings(ModelSettings):
     """`[models]`: which models there are, and how all of them run."""
 
-    dirs: tuple[Path, ...] = _knob((), _paths, "further folders with models")
-    default: str | None = _knob(None, _text, "loaded at start; answers requests that name no model")
-    hf_cache: Path | None = _knob(None, _path, "a Hugging Face cache to look into; otherwise its own default")
-    idle_timeout_s: float | None = _knob(None, _seconds, "an idle model is unloaded after this")
+    dirs: Annotated[tuple[Path, ...], Knob(_paths, "further folders with models")] = ()
+    default: Annotated[
+        str | None, Knob(_text, "loaded at start; answers requests that name no model")
+    ] = None
+    hf_cache: Annotated[
+        Path | None, Knob(_path, "a Hugging Face cache to look into; otherwise its own default")
+    ] = None
     named: Mapping[str, ModelSettings] = field(default_factory=dict)
 
     def settings(self, name: str) -> ModelSettings:
@@ -272,11 +310,12 @@ def _rows(prefix: str, settings: Any, origins: Mapping[str, str]) -> list[tuple[
     return rows
 
 
-def _knobs(section: type[Any]) -> dict[str, Parser]:
+def _knobs(section: type[Any]) -> dict[str, Knob]:
+    hints = get_type_hints(section, include_extras=True)
     return {
-        knob.name: knob.metadata["parse"]
+        knob.name: hint.__metadata__[0]
         for knob in dataclasses.fields(section)
-        if "parse" in knob.metadata
+        if hasattr(hint := hints[knob.name], "__metadata__")
     }
 
 
@@ -325,11 +364,11 @@ class _Values:
     def put(self, section: str, key: str, value: object, origin: str) -> None:
         """Parse and keep a value; a later one replaces it."""
         kind = _SECTIONS.get(section, ModelSettings)
-        parsers = _knobs(kind)
-        if key not in parsers:
-            raise ConfigError(f"{origin}: {_unknown(f'{section}.{key}', section, parsers)}")
+        knobs = _knobs(kind)
+        if key not in knobs:
+            raise ConfigError(f"{origin}: {_unknown(f'{section}.{key}', section, knobs)}")
         try:
-            parsed = parsers[key](value)
+            parsed = knobs[key].parse(value)
         except ValueError as error:
             shown = "" if key == "api_keys" else f" is {value!r}, but"
             raise ConfigError(f"{origin}: {section}.{key}{shown or ':'} {error}.") from None

@@ -6,7 +6,6 @@ own affair; how the process starts and ends is `run.py`'s.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import re
@@ -33,6 +32,8 @@ from penstock.server.api.errors import error_event, error_headers, error_object
 from penstock.server.api.exchange import BodyBudget, ClientGone, Exchange
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock.server.api.services import Services
@@ -213,7 +214,8 @@ class _Door:
             )
         digest = sha256(given.encode()).digest()
         # Every key is compared, so that the time taken says nothing about which one was near.
-        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
             raise Unauthorized("The API key is not one of this server's.")
 
 

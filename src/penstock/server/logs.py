@@ -45,7 +45,9 @@ class Readable(logging.Formatter):
         fields: dict[str, object] = getattr(record, "fields", {})
         shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        line = f"{self.formatTime(record, '%H:%M:%S')} {level}{record.getMessage()} {shown}".rstrip()
+        line = (
+            f"{self.formatTime(record, '%H:%M:%S')} {level}{record.getMessage()} {shown}".rstrip()
+        )
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

@@ -98,6 +98,23 @@ def _ms(seconds: float) -> float:
     return round(1000 * seconds, 1)
 
 
+# (field of `Status`, metric, what it is).
+_GAUGES = (
+    ("running", "penstock_running", "Requests in the batch."),
+    ("waiting", "penstock_waiting", "Requests that wait for the batch."),
+    ("blocks_total", "penstock_kv_blocks", "KV blocks that there are."),
+    ("blocks_free", "penstock_kv_blocks_free", "KV blocks that are free."),
+    ("block_tokens", "penstock_kv_block_tokens", "Tokens in a KV block."),
+    ("step_s", "penstock_step_seconds", "Duration of the latest step."),
+    ("host_s", "penstock_step_host_seconds", "The part of it without work for the device."),
+    ("step_tokens", "penstock_step_tokens", "Tokens computed in the latest step."),
+)
+_COUNTERS = (
+    ("steps", "penstock_steps", "Steps since the model was loaded."),
+    ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
+)
+
+
 class _Workers(Collector):
     """The workers' figures, read when scraped."""
 
@@ -106,41 +123,10 @@ class _Workers(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every figure of every loaded model."""
-        families = {
-            "running": GaugeMetricFamily(
-                "penstock_running", "Requests in the batch.", labels=["model"]
-            ),
-            "waiting": GaugeMetricFamily(
-                "penstock_waiting", "Requests that wait for the batch.", labels=["model"]
-            ),
-            "blocks_total": GaugeMetricFamily(
-                "penstock_kv_blocks", "KV blocks that there are.", labels=["model"]
-            ),
-            "blocks_free": GaugeMetricFamily(
-                "penstock_kv_blocks_free", "KV blocks that are free.", labels=["model"]
-            ),
-            "block_tokens": GaugeMetricFamily(
-                "penstock_kv_block_tokens", "Tokens in a KV block.", labels=["model"]
-            ),
-            "step_s": GaugeMetricFamily(
-                "penstock_step_seconds", "Duration of the latest step.", labels=["model"]
-            ),
-            "host_s": GaugeMetricFamily(
-                "penstock_step_host_seconds",
-                "The part of the latest step in which the device had nothing to do.",
-                labels=["model"],
-            ),
-            "step_tokens": GaugeMetricFamily(
-                "penstock_step_tokens", "Tokens computed in the latest step.", labels=["model"]
-            ),
-            "steps": CounterMetricFamily(
-                "penstock_steps", "Steps since the model was loaded.", labels=["model"]
-            ),
-            "preemptions": CounterMetricFamily(
-                "penstock_preemptions", "Requests put back since the load.", labels=["model"]
-            ),
-        }
-        for model, status in self._statuses().items():
-            for name, family in families.items():
-                family.add_metric([model], getattr(status, name))
-        return families.values()
+        statuses = self._statuses()
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, metric, about in table:
+                family = kind(metric, about, labels=["model"])
+                for model, status in statuses.items():
+                    family.add_metric([model], getattr(status, name))
+                yield family

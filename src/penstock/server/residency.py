@@ -117,6 +117,14 @@ class Residency:
         """One row per model that is or was wanted, for `penstock ps` and the dashboard."""
         return [model.row() for model in self._models.values()]
 
+    def ready_clients(self) -> dict[str, ModelClient]:
+        """The models that answer now, by name, for probes and metrics."""
+        return {
+            model.name: model.worker.client
+            for model in self._models.values()
+            if model.state is State.READY and model.worker is not None and model.worker.alive
+        }
+
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
         """End every load and every worker now; open requests are told so."""
         tasks = [model.task for model in self._models.values() if model.task is not None]

@@ -159,7 +159,7 @@ class _Answer:
         if piece.choice not in self._opened:
             self._opened.add(piece.choice)
             opening = self._chunk(piece.choice, {"role": "assistant", "content": ""})
-        logprobs = None
+        logprobs: dict[str, object] | None = None
         if self._logprobs and piece.logprobs:
             logprobs = {"content": chat_logprobs(self._tokenizer, piece), "refusal": None}
         if not piece.text and logprobs is None and piece.finish is None:

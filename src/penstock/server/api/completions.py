@@ -64,7 +64,7 @@ class CompletionFields(GenerationFields, kw_only=True):
                 "`prompt` mixes kinds; it is a text, a list of texts, token ids or lists of them.",
                 param="prompt",
             )
-        prompts: list[str] | list[list[int]] = [prompt] if int in kinds else prompt  # type: ignore[list-item,assignment]
+        prompts: list[str] | list[list[int]] = [prompt] if int in kinds else prompt  # type: ignore[assignment]
         if len(prompts) * (self.n or 1) > max_choices:
             raise BadRequest(
                 f"`prompt` has {len(prompts)} prompts and `n` is {self.n or 1}; "

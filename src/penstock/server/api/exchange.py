@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +21,8 @@ from penstock.errors import BadRequest, BodyTooLarge, Overloaded
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
@@ -97,7 +97,8 @@ class Exchange:
     @asynccontextmanager
     async def body(self) -> AsyncIterator[bytes]:
         """The whole body; its bytes stay booked until the block ends."""
-        budget, held, chunks = self.budget, 0, []
+        budget, held = self.budget, 0
+        chunks: list[bytes] = []
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > budget.limit_bytes:
             await self._discard(int(declared))

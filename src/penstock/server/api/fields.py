@@ -17,7 +17,7 @@ from penstock import wire
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -72,9 +72,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """Refuse what can be refused without knowing the model."""
         if self.stream_options is not None and not self.stream:
-            raise BadRequest(
-                "`stream_options` needs `stream` to be true.", param="stream_options"
-            )
+            raise BadRequest("`stream_options` needs `stream` to be true.", param="stream_options")
         if self.response_format is not None and self.response_format.type != "text":
             raise BadRequest(
                 f"`response_format` {self.response_format.type!r} is not supported; "
@@ -98,7 +96,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             )
         return stops
 
-    def stop_tokens(self, eos_token_ids: list[int], vocab_size: int) -> list[int]:
+    def stop_tokens(self, eos_token_ids: Sequence[int], vocab_size: int) -> list[int]:
         """The token ids that end the answer."""
         own = self.stop_token_ids or []
         check_token_ids(own, vocab_size, "stop_token_ids")

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock import wire
 from penstock.errors import BadRequest, ContextTooLong, WorkerLost
+from penstock.memory.limits import domain_of
 from penstock.server.api.fields import seed_of
 from penstock.text.stream import TextStream
 
@@ -115,7 +116,9 @@ class Generation:
         job = self._job
         async with self._services.residency.lease(job.card.name) as (_, client):
             grants = [
-                grant(job, len(prompt), client.ready, self._services.config.server.max_tokens_policy)
+                grant(
+                    job, len(prompt), client.ready, self._services.config.server.max_tokens_policy
+                )
                 for prompt in job.prompts
             ]
             self.usage.granted_tokens = min(grants)
@@ -153,6 +156,7 @@ class Generation:
             skip_special_tokens=fields.skip_special_tokens is not False,
         )
         prompt_logprobs: list[wire.TokenLogprobs | None] = []
+        last_token: float | None = None
         async with client.generate(submit) as outputs:
             async for output in outputs:
                 prompt_logprobs += output.prompt_logprobs or []
@@ -163,6 +167,7 @@ class Generation:
                 if job.max_tokens == 0:
                     piece.finish = "length"
                 else:
+                    last_token = self._count(len(output.tokens), last_token)
                     self._absorb(piece, output, stream, submit.stop_token_ids)
                 sink.put(piece)
                 if piece.finish is not None:
@@ -173,7 +178,6 @@ class Generation:
     ) -> None:
         """Fill `piece` with what `output` brings."""
         tokens = output.tokens
-        self._count(len(tokens))
         if output.finish is wire.Finish.STOP and tokens and tokens[-1] in stop_token_ids:
             # The token that ends an answer is no part of its text.
             tokens = tokens[:-1]
@@ -189,15 +193,16 @@ class Generation:
         piece.tokens = tokens[: len(piece.offsets)]
         piece.logprobs = (output.logprobs or [])[: len(piece.offsets)]
 
-    def _count(self, tokens: int) -> None:
+    def _count(self, tokens: int, last_token: float | None) -> float | None:
+        """Note new tokens of a choice; returns when its last one came."""
         if not tokens:
-            return
+            return last_token
         now = time.monotonic()
-        metrics, name = self._services.metrics, self._job.card.name
-        metrics.tokens_out(name, tokens)
+        since_last_s = None if last_token is None else now - last_token
+        self._services.metrics.tokens_out(self._job.card.name, tokens, since_last_s)
         self.usage.completion_tokens += tokens
-        if self.first_token is None:
-            self.first_token = now
+        self.first_token = self.first_token or now
+        return now
 
 
 async def _together(work: list[Coroutine[None, None, None]]) -> None:
@@ -255,7 +260,7 @@ def _too_long(
         "limit_bytes": None,
     }
     if ready is not None:
-        numbers["domain"] = "ram" if ready.device == "cpu" else ready.device.replace("cuda", "gpu")
+        numbers["domain"] = domain_of(ready.device)
         numbers["needed_bytes"] = needed * ready.kv_bytes_per_token
         numbers["limit_bytes"] = limit * ready.kv_bytes_per_token
     why = (

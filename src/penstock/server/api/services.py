@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, UnknownModel
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.server.residency import Residency
 
 _KEPT_TEXTS = 16
+_CARD_S = 5.0  # a model that was just found is not looked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def _read(card: Card) -> Text:
     return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
     """All that an endpoint may use; made once, at start."""
 
@@ -58,7 +60,8 @@ class Services:
     catalog: Catalog
     residency: Residency
     metrics: Metrics
-    texts: Texts
+    texts: Texts = field(default_factory=Texts)
+    _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
         """The card of the model that a request names, or of the default one."""
@@ -77,9 +80,20 @@ class Services:
         return card
 
     async def find(self, name: str) -> Card:
-        """The card of a model; looking may read files, so it is done in a thread."""
+        """The card of a model. Looking reads files, so it is done in a thread and kept a while."""
+        now = time.monotonic()
+        found_at, card = self._found.get(name, (0.0, None))
+        if card is not None and now - found_at < _CARD_S:
+            return card
         try:
-            return await asyncio.to_thread(self.catalog.find, name)
+            card = await asyncio.to_thread(self.catalog.find, name)
         except UnknownModel as error:
             error.param = "model"
             raise
+        self._found[name] = (now, card)
+        return card
+
+    def context_now(self, name: str) -> int | None:
+        """The longest sequence that the loaded model can hold; None while it is not loaded."""
+        client = self.residency.ready_clients().get(name)
+        return None if client is None else client.ready.context

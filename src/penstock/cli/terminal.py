@@ -1,0 +1,56 @@
+"""What commands print: tables for a person, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def print_json(content: object) -> None:
+    """One JSON document."""
+    sys.stdout.write(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def print_line(text: str = "") -> None:
+    """One line, as it is."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A plain table; what is None stays empty."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold" if console.is_terminal else "ignore", no_wrap=True)
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    # Into a pipe a table is as wide as it needs to be.
+    console.print(table, width=None if console.is_terminal else 400)
+
+
+def size(count: int | None) -> str | None:
+    """Bytes for a person."""
+    if count is None:
+        return None
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit in ("B", "KiB") else f"{amount:.1f} {unit}"
+
+
+def number(count: int) -> str:
+    """A count of parameters for a person."""
+    for unit, factor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f}{unit}"
+    return str(count)

@@ -1,0 +1,70 @@
+"""What operators ask: is it alive, can it take a request, what is loaded, what are the figures."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from penstock import __version__
+from penstock.errors import Overloaded, WorkerLost
+from penstock.server.metrics import MEDIA_TYPE
+
+if TYPE_CHECKING:
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.services import Services
+    from penstock.server.client import ModelClient
+
+# A probe waits for the step in hand, which may be a long one.
+_PROBE_S = 10.0
+
+_FRONT_PAGE = f"""Penstock {__version__} serves language models behind the OpenAI API.
+
+  /v1/models             the models that can be asked
+  /v1/chat/completions   a conversation
+  /v1/completions        a text to be continued
+  /admin/api/models      the models in memory
+  /health  /ready  /metrics
+"""
+
+
+async def front_page(exchange: Exchange, services: Services) -> None:
+    """What this server is, for a person with a browser."""
+    await exchange.send_bytes(_FRONT_PAGE.encode(), "text/plain; charset=utf-8")
+
+
+async def health(exchange: Exchange, services: Services) -> None:
+    """The event loop turns."""
+    await exchange.send_json({"status": "ok"})
+
+
+async def ready(exchange: Exchange, services: Services) -> None:
+    """Every resident model runs a real step now; so must the default one be loaded."""
+    rows = {str(row["name"]): row for row in services.residency.snapshot()}
+    default = services.config.models.default
+    if default is not None and (row := rows.get(default)) is not None and row["state"] != "ready":
+        raise Overloaded(f"The model {default!r} is {row['state']}.", retry_after_s=5)
+    clients = services.residency.ready_clients()
+    answers = await asyncio.gather(*(_probe(client) for client in clients.values()))
+    if failed := [name for name, alive in zip(clients, answers, strict=True) if not alive]:
+        raise Overloaded(
+            f"No step was done within {_PROBE_S:.0f} s by: {', '.join(failed)}.", retry_after_s=5
+        )
+    await exchange.send_json({"status": "ready", "models": sorted(clients)})
+
+
+async def _probe(client: ModelClient) -> bool:
+    try:
+        await client.probe(_PROBE_S)
+    except (TimeoutError, WorkerLost):
+        return False
+    return True
+
+
+async def metrics(exchange: Exchange, services: Services) -> None:
+    """Prometheus' text."""
+    await exchange.send_bytes(services.metrics.render(), MEDIA_TYPE)
+
+
+async def resident_models(exchange: Exchange, services: Services) -> None:
+    """What `penstock ps` shows."""
+    await exchange.send_json(services.residency.snapshot())

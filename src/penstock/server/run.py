@@ -1,0 +1,194 @@
+"""The server process from its start to its clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from penstock.catalog import Catalog, huggingface_cache
+from penstock.config import ConfigError
+from penstock.errors import PenstockError
+from penstock.memory.gauge import read_gpus, read_ram, resolve_device
+from penstock.memory.limits import resolve_limits
+from penstock.server.api.services import Services
+from penstock.server.app import build_app, is_loopback
+from penstock.server.metrics import Metrics
+from penstock.server.residency import Residency
+from penstock.server.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.config import Config, ServerSettings
+    from penstock.wire import Status
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Clients keep idle connections for some time; closing first would race with their next request.
+_KEEP_CONNECTION_S = 75
+# After the grace answers are told to end; this is for saying so.
+_LAST_WORDS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What there is to tell when the server begins to listen."""
+
+    url: str
+    models: tuple[str, ...]
+    limits: Mapping[str, int]  # bytes per domain
+    device: str
+
+
+def run(config: Config, announce: Callable[[Started], None]) -> None:
+    """Serve until a signal says to stop."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve(config, Supervisor(config.home), announce))
+
+
+async def serve(
+    config: Config, supervisor: Supervisor, announce: Callable[[Started], None]
+) -> None:
+    """Serve with these workers until SIGINT or SIGTERM; a second one does not wait for answers."""
+    check_exposure(config.server)
+    catalog = Catalog(config.model_dirs, config.models.hf_cache or huggingface_cache())
+    gpus = await asyncio.to_thread(read_gpus)
+    limits = resolve_limits(config.memory.limit, config.memory.gpu_limit, read_ram(), gpus)
+    device = resolve_device(config.models.device, gpus)
+    models = await asyncio.to_thread(catalog.scan)
+    if config.models.default is not None:
+        await asyncio.to_thread(catalog.find, config.models.default)
+    with _listen(config.server.host, config.server.port) as sock:
+        residency = Residency(catalog, supervisor, limits, config.models)
+        services = Services(config, catalog, residency, Metrics(lambda: _statuses(residency)))
+        closing = asyncio.Event()
+        server = _Server(_uvicorn_config(services, closing))
+        load = asyncio.ensure_future(_load_default(residency, config.models.default))
+        try:
+            supervisor.warm()
+            with _stop_on_signals(server, closing, config.server.shutdown_grace_s):
+                announce(Started(_url(sock), tuple(models), limits, device))
+                await server.serve(sockets=[sock])
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+            await residency.close()
+            await supervisor.close()
+
+
+def check_exposure(settings: ServerSettings) -> None:
+    """Refuse to serve other machines without a key, unless that is wanted."""
+    if settings.api_keys or settings.no_auth or is_loopback(settings.host):
+        return
+    raise ConfigError(
+        f"The address {settings.host} can be reached from other machines, and there is no API "
+        "key. Give one with --api-key KEY, or say --no-auth if anyone may use this server."
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own handling of signals: it would raise them again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to us."""
+        yield
+
+
+@contextlib.contextmanager
+def _stop_on_signals(
+    server: uvicorn.Server, closing: asyncio.Event, grace_s: float
+) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if server.should_exit:
+            log.warning("stopping now")
+            closing.set()
+            return
+        log.info("stopping; running answers have %g s", grace_s)
+        server.should_exit = True
+        loop.call_later(grace_s, closing.set)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            # The workers still have to be ended; an impatient signal must not cut that short.
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _uvicorn_config(services: Services, closing: asyncio.Event) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(services, closing),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_CONNECTION_S,
+        timeout_graceful_shutdown=int(services.config.server.shutdown_grace_s + _LAST_WORDS_S) + 1,
+    )
+
+
+async def _load_default(residency: Residency, name: str | None) -> None:
+    """Have the default model ready before the first request."""
+    if name is None:
+        return
+    try:
+        async with residency.lease(name):
+            pass
+    except PenstockError as error:
+        log.error("the model %s could not be loaded: %s", name, error.message)
+
+
+def _statuses(residency: Residency) -> dict[str, Status]:
+    return {
+        name: client.status
+        for name, client in residency.ready_clients().items()
+        if client.status is not None
+    }
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, or a sentence that says why not."""
+    try:
+        [family, _, _, _, address] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.create_server((address[0], int(address[1])), family=family, backlog=2048)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            why = "another program listens there already; choose another with --port"
+        raise ConfigError(f"Cannot listen on {host} port {port}: {why}.") from None
+    with sock:
+        yield sock
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on every system
+        return None
+    return uvloop.new_event_loop
