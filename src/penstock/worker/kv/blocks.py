@@ -67,12 +67,12 @@ class BlockPool:
         """Take `count` blocks; the caller has checked `free`."""
         if count > self.free:
             raise ValueError(f"{count} blocks asked, {self.free} free of {self.capacity}")
+        # Commit first: it is the one act that can fail, and nothing has been handed out then.
+        while sum(map(len, self._free.values())) < count:
+            self._commit_next()
         taken: list[int] = []
         while len(taken) < count:
-            extent = self._fullest_with_room()
-            if extent is None:
-                extent = self._commit_next()
-            numbers = self._free[extent]
+            numbers = self._free[self._fullest_with_room()]
             while numbers and len(taken) < count:
                 taken.append(numbers.pop())
         self._taken.update(taken)
@@ -111,16 +111,13 @@ class BlockPool:
     def _size(self, extent: int) -> int:
         return min(self._extent_blocks, self._limit - extent * self._extent_blocks)
 
-    def _fullest_with_room(self) -> int | None:
+    def _fullest_with_room(self) -> int:
         room = [extent for extent, numbers in self._free.items() if numbers]
-        if not room:
-            return None
         return min(room, key=lambda extent: (len(self._free[extent]), extent))
 
-    def _commit_next(self) -> int:
+    def _commit_next(self) -> None:
         extent = self._uncommitted[-1]
         self._backing.commit(extent)  # may fail; nothing has changed then
         self._uncommitted.pop()
         start = extent * self._extent_blocks
         self._free[extent] = list(range(start + self._size(extent) - 1, start - 1, -1))
-        return extent

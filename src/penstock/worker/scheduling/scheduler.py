@@ -87,6 +87,11 @@ class Scheduler:
                 f"a step of {limits.tokens} tokens has no room for a chunk beside "
                 f"{limits.sequences} decoding sequences: raise step_tokens or lower step_sequences"
             )
+        if limits.logit_rows <= limits.sequences:
+            raise ValueError(
+                f"{limits.logit_rows} rows of logits leave none for prompt log-probabilities "
+                f"beside {limits.sequences} sequences that sample"
+            )
         self._pool = pool
         self._limits = limits
         self._pacer = pacer
@@ -195,8 +200,9 @@ class Scheduler:
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         count = min(sequence.pending, budget)
         if sequence.wants_prompt_logits:
-            taken = sum(piece.logit_rows for piece in plan.slices)
-            count = min(count, self._limits.logit_rows - taken)
+            # Every other sequence of the step may still come to need the one row it samples from.
+            taken = sum(p.count for p in plan.chunks if p.sequence.wants_prompt_logits)
+            count = min(count, self._limits.logit_rows - self._limits.sequences - taken)
         if count <= 0 or not self._make_room(sequence, count, plan):
             return 0
         plan.chunks.append(Slice(sequence, sequence.computed, count))
@@ -211,9 +217,9 @@ class Scheduler:
         wanted = min(self._blocks_for(len(sequence.tokens)) + 1, self._pool.capacity)
         if self._pool.free < wanted and self._running:
             return False
-        self._waiting.popleft()
+        # Taking may fail, when memory does: the sequence still waits then.
         sequence.blocks = self._pool.take(self._blocks_for(len(sequence.tokens)))
-        self._running.append(sequence)
+        self._running.append(self._waiting.popleft())
         return True
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
