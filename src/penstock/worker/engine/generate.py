@@ -115,7 +115,11 @@ class GenerateEngine:
         if self._scheduler.has_work():
             return  # the steps under way prove more
         self.submit(Submit(_PROBE_ID, prompt=[0], max_tokens=1, sampling=Sampling(temperature=0)))
-        self.step()
+        try:
+            outputs = self.step()
+        finally:
+            self._scheduler.cancel(_PROBE_ID)
+        self._refused += [output for output in outputs if output.id != _PROBE_ID]
 
     def score(self, tokens: list[int], chunk: int) -> Tensor:
         """Logits of every position, [tokens, vocabulary], computed in chunks while idle."""
@@ -146,10 +150,10 @@ class GenerateEngine:
         samplers: list[Slice] = []
         row = 0
         for piece in plan.slices:
+            first, row = row, row + piece.logit_rows  # before scoring, which changes the number
             if piece.sequence.wants_prompt_logits:
-                scores = _prompt_logprobs(piece, logits[row : row + piece.count])
+                scores = _prompt_logprobs(piece, logits[first:row])
                 outputs[piece.sequence.id] = Output(piece.sequence.id, prompt_logprobs=scores)
-            row += piece.logit_rows
             if piece.samples:
                 rows.append(row - 1)
                 samplers.append(piece)
