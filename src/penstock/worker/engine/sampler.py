@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
+_COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ def _shape_row(row: Tensor, sequence: Sequence) -> None:
 def _draw(rows: Tensor, sequences: list[Sequence]) -> Tensor:
     hows = [sequence.request.sampling for sequence in sequences]
     temperatures = rows.new_tensor([how.temperature for how in hows])[:, None]
-    probabilities = torch.softmax(rows / temperatures, dim=-1)
+    # The best logit becomes 0 first: divided by ever so little it stays 0 and the rest falls away.
+    below = rows - rows.amax(dim=-1, keepdim=True)
+    probabilities = torch.softmax(below / temperatures.clamp_min(_COLDEST), dim=-1)
     if any(how.top_k > 0 for how in hows):
         _keep_top_k(probabilities, [how.top_k for how in hows])
     if any(how.top_p < 1.0 for how in hows):
