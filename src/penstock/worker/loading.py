@@ -151,6 +151,12 @@ def _stored_model(spec: LoadSpec, config: PretrainedConfig, dtype: torch.dtype) 
             output_loading_info=True,
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+        # Older model code looks its attention up in a table of its own.
+        if isinstance(error, KeyError) and error.args == (attention.IMPLEMENTATION,):
+            raise ModelUnusable(
+                f"{spec.name}: models of type {config.model_type} have attention code of their "
+                "own, which penstock cannot page."
+            ) from error
         raise ModelUnusable(f"{spec.name} cannot be loaded: {error}") from error
     # transformers would fill these with random numbers and only warn.
     for what in ("missing_keys", "mismatched_keys"):
@@ -195,8 +201,9 @@ def _window(text: PretrainedConfig, spec: LoadSpec) -> int:
 
 def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
     """Each layer's sliding window as the config has it, for models that put it only in the mask."""
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     size = getattr(text, "sliding_window", None)
+    # Without a list of kinds, a window is every layer's.
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _SERVED_LAYERS = ("full_attention", "sliding_attention")
 _CHECK_TOKENS = 40
-# Largest relative error of a row's logits, median over the rows: routing of experts may flip in
-# single rows of narrow types.
+# Largest relative error of a row's logits. Of all rows in float32; of the median row in narrow
+# types, in which the routing of experts may flip here and there.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -67,7 +67,7 @@ def compare_with_own_attention(
     if theirs is None:
         return
     error = (ours - theirs).abs().amax(dim=-1) / theirs.abs().amax(dim=-1).clamp_min(1e-6)
-    worst = float(error.median())
+    worst = float(error.max() if model.dtype == torch.float32 else error.median())
     if not worst <= _TOLERANCE.get(model.dtype, 1e-1):
         raise ModelUnusable(
             f"{type(model).__name__} computes attention in a way penstock does not know: its "
