@@ -1,0 +1,195 @@
+"""Are an engine's greedy tokens those of plain transformers? The question, for any model folder.
+
+The reference is `generate` of the same folder, float32 on CPU, one prompt at a time. Tokens must
+be equal except where the reference itself cannot decide: its two best logits lie within
+`TIE_LOGITS` and the engine took the other one. From there on the engine's own tokens are the
+prompt of a new reference, so that a tie hides nothing that follows it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from penstock.wire import LoadSpec, Sampling, Submit
+from penstock.worker.kv.arena import Arena
+from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.loading import load_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from penstock.worker.engine.generate import GenerateEngine
+
+TIE_LOGITS = 1e-4  # design principle 6
+
+
+class Mismatch(AssertionError):  # noqa: N818 - what was found, in the tests' own word
+    """The engine chose a token that the reference clearly would not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the reference chose, and its two best tokens at each position."""
+
+    tokens: list[int]
+    best: list[tuple[int, int]]
+    gaps: list[float]  # between the logits of the two
+
+
+@dataclass(slots=True)
+class Reference:
+    """transformers' own answers for one model folder; each is computed once."""
+
+    model: PreTrainedModel
+    _known: dict[tuple[tuple[int, ...], int], Expected] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> Reference:
+        """The folder's model with transformers' eager attention, which knows every soft-cap."""
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        # The folder's own generation settings (penalties, end tokens) are not the model's logits.
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        return cls(model.eval())
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], count: int) -> Expected:
+        """The next `count` tokens; no token ends the answer."""
+        key = (tuple(prompt), count)
+        if key not in self._known:
+            ids = torch.tensor([list(prompt)])
+            # With an explicit mask no id is taken for padding.
+            answer: Any = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            tops = [logits[0].float().topk(2) for logits in answer.logits]
+            self._known[key] = Expected(
+                answer.sequences[0, len(prompt) :].tolist(),
+                [(int(top.indices[0]), int(top.indices[1])) for top in tops],
+                [float(top.values[0] - top.values[1]) for top in tops],
+            )
+        return self._known[key]
+
+
+@dataclass(slots=True)
+class Tally:
+    """How much was compared, and how often the reference itself was undecided."""
+
+    tokens: int = 0
+    ties: int = 0
+
+    def compare(self, reference: Reference, prompt: list[int], tokens: list[int]) -> None:
+        """Raise `Mismatch` unless `tokens` are what the reference answers to `prompt`."""
+        expected = reference.greedy(prompt, len(tokens))
+        for place, (ours, theirs) in enumerate(zip(tokens, expected.tokens, strict=True)):
+            self.tokens += 1
+            if ours == theirs:
+                continue
+            if ours not in expected.best[place] or expected.gaps[place] > TIE_LOGITS:
+                raise Mismatch(
+                    f"prompt of {len(prompt)} tokens, new token {place}: {ours} instead of "
+                    f"{theirs}, whose logit leads by {expected.gaps[place]:.1e}"
+                )
+            self.ties += 1
+            if rest := tokens[place + 1 :]:
+                self.compare(reference, [*prompt, *tokens[: place + 1]], rest)
+            return
+
+
+def start_engine(
+    folder: Path,
+    *,
+    step_tokens: int = 512,
+    step_sequences: int = 6,
+    kv_bytes: int = 1 << 30,
+    threads: int | None = None,
+) -> GenerateEngine:
+    """The real engine over a folder, float32 on CPU."""
+    spec = LoadSpec(
+        name=folder.name,
+        path=str(folder),
+        device="cpu",
+        dtype="float32",
+        kv_bytes=kv_bytes,
+        step_tokens=step_tokens,
+        step_sequences=step_sequences,
+        threads=threads,
+    )
+    return load_engine(spec, lambda _phase, _done, _total: None)
+
+
+def run(
+    engine: GenerateEngine,
+    prompts: Sequence[list[int]],
+    count: int,
+    *,
+    arrive_every: int = 0,
+) -> list[list[int]]:
+    """Greedy answers of `count` tokens to every prompt, `arrive_every` steps apart (0: at once)."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    to_come = list(enumerate(prompts))
+    steps = 0
+    while to_come or engine.has_work():
+        while to_come and (arrive_every == 0 or steps >= to_come[0][0] * arrive_every):
+            number, prompt = to_come.pop(0)
+            engine.submit(Submit(number, list(prompt), count, Sampling(temperature=0)))
+        for output in engine.step():
+            assert output.failure is None, output.failure
+            answers[output.id] += output.tokens
+        engine.check()
+        steps += 1
+    return answers
+
+
+def run_alone(engine: GenerateEngine, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The same, one prompt after the other."""
+    return [run(engine, [prompt], count)[0] for prompt in prompts]
+
+
+@contextmanager
+def poisoned_blocks() -> Iterator[None]:
+    """Within it, memory that no running sequence has written reads as NaN.
+
+    Fresh extents and blocks that are given back are filled with it, so a kernel that reads one
+    slot too many gives an answer that nobody can take for right.
+    """
+    commit, give = Arena.commit, BlockPool.give
+
+    def poisoned_commit(arena: Arena, extent: int) -> None:
+        commit(arena, extent)
+        first = extent * arena.extent_blocks
+        _poison(arena, slice(first, first + arena.extent_blocks))
+
+    def poisoned_give(pool: BlockPool, blocks: Sequence[int]) -> None:
+        give(pool, blocks)
+        if blocks:
+            assert isinstance(pool._backing, Arena)
+            _poison(pool._backing, torch.tensor(blocks))
+
+    with (
+        mock.patch.object(Arena, "commit", poisoned_commit),
+        mock.patch.object(BlockPool, "give", poisoned_give),
+    ):
+        yield
+
+
+def _poison(arena: Arena, blocks: slice | Tensor) -> None:
+    for view in (*arena.keys, *arena.values):
+        view[blocks] = float("nan")
