@@ -112,8 +112,8 @@ def plan_load(need: LoadNeed, limits: Mapping[str, int], held: Sequence[LoadPlan
         if not least <= need.kv_bytes <= room:
             raise ModelTooLarge(
                 f"kv_bytes of the model {need.name!r} is {_mib(need.kv_bytes)}, but between "
-                f"{_mib(least)} (the least that serves a request) and {_mib(room)} (what the limit "
-                "leaves) can be given.",
+                f"{_mib(least)} (the least that serves a request) and {_mib(room)} can be given "
+                f"under the limit of {_mib(limits[need.domain])}{_held(others)}.",
                 numbers=_numbers(need.domain, need.kv_bytes, room),
             )
         return LoadPlan(need.domain, fixed, need.kv_bytes)
@@ -125,14 +125,17 @@ def plan_load(need: LoadNeed, limits: Mapping[str, int], held: Sequence[LoadPlan
 
 def _too_large(need: LoadNeed, limit: int, others: int, needed: int) -> ModelTooLarge:
     knob = "memory.limit" if need.domain == "ram" else "memory.gpu_limit"
-    held = f", of which other loaded models hold {_mib(others)}: unload one" if others else ""
     return ModelTooLarge(
         f"The model {need.name!r} does not fit into {need.domain}: with {_mib(need.weight_bytes)} "
         f"of weights, {_mib(need.step_bytes)} for a step and the smallest KV it comes to "
-        f"{_mib(needed - others)}, and the limit is {_mib(limit)}{held}. Raise {knob}, or lower "
-        f"step_tokens or step_sequences of the model.",
+        f"{_mib(needed - others)}, and the limit is {_mib(limit)}{_held(others)}. Raise "
+        f"{knob}, or lower step_tokens or step_sequences of the model.",
         numbers=_numbers(need.domain, needed, limit),
     )
+
+
+def _held(others: int) -> str:
+    return f", of which other loaded models hold {_mib(others)}: unload one" if others else ""
 
 
 def _numbers(domain: str, needed: int, limit: int) -> dict[str, str | int]:

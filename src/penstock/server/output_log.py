@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 4 << 20  # then the file becomes NAME.log.1, and the one before that goes
 TAIL_BYTES = 16 << 10
-TAIL_LINES = 20
+TAIL_LINES = 40
 
 
 class OutputLog:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.catalog import Card  # noqa: TC001 - a NamedTuple's fields are read at run time
 from penstock.catalog.weights import ITEM_BYTES
-from penstock.errors import InternalError, ModelTooLarge, PenstockError, WorkerLost
+from penstock.errors import InternalError, ModelTooLarge, Overloaded, PenstockError, WorkerLost
 from penstock.memory.gauge import GpuReading, read_gpus, resolve_device
 from penstock.memory.limits import LoadNeed, LoadPlan, domain_of, plan_load, step_reserve
 from penstock.server.client import ModelClient  # noqa: TC001
@@ -82,6 +82,7 @@ class Residency:
         self._limits = limits
         self._settings = settings
         self._models: dict[str, _Model] = {}
+        self._closed = False
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[Lease]:
@@ -126,13 +127,16 @@ class Residency:
         }
 
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End every load and every worker now; open requests are told so."""
+        """End every load and every worker now; open requests and waiting leases are told so."""
+        self._closed = True
         tasks = [model.task for model in self._models.values() if model.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         workers = [model.worker for model in self._models.values() if model.worker is not None]
         await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
+        for model in self._models.values():
+            model.enter(State.ABSENT)
 
     async def _find(self, name: str) -> _Model:
         if (model := self._models.get(name)) is not None:
@@ -143,12 +147,13 @@ class Residency:
     async def _ensure_ready(self, model: _Model) -> WorkerHandle:
         """Returns in the same turn of the loop in which the model was seen to be ready."""
         while True:
+            if self._closed:
+                raise Overloaded("The server is shutting down.", retry_after_s=5)
             if model.state is State.READY:
                 assert model.worker is not None
                 if model.worker.alive:
                     return model.worker
-                # Between the first sign of a death and its certificate.
-                await asyncio.shield(model.worker.ended)
+                await model.wait()  # for `bury`: this is between the first sign of a death and it
             elif model.state in (State.LOADING, State.DRAINING):
                 await model.wait()
             elif model.state is State.FAILED and model.retry_at > time.monotonic():

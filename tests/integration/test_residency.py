@@ -1,0 +1,320 @@
+"""Leases over real worker processes with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.catalog import Catalog
+from penstock.config import ModelSettings, ModelsSettings
+from penstock.errors import ModelTooLarge, Overloaded, UnknownModel, WorkerLost
+from penstock.memory.limits import GIB
+from penstock.server import residency as module
+from penstock.server.residency import Residency
+from penstock.server.supervisor import Supervisor
+from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel, lives
+from penstock.wire import Sampling, Submit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from pathlib import Path
+
+    from penstock.server.client import ModelClient
+
+SHAPE = "random:tiny-llama"
+
+
+class Server:
+    """A residency with its supervisor, over fake models in `models/`."""
+
+    def __init__(self, home: Path, limit: int, settings: ModelsSettings | None) -> None:
+        self.models = home / "models"
+        self.models.mkdir()
+        self.catalog = Catalog([self.models])
+        self.supervisor = Supervisor(
+            home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
+        )
+        self.residency = Residency(
+            self.catalog, self.supervisor, {"ram": limit}, settings or ModelsSettings(device="cpu")
+        )
+
+    def add(self, name: str, behaviour: FakeModel | None = None) -> Path:
+        """A model folder of that name."""
+        folder = self.models / name
+        if not folder.exists():
+            shutil.copytree(self.catalog.find(SHAPE).path, folder)
+        return (behaviour or FakeModel()).write(folder)
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.residency.snapshot() if row["name"] == name)
+
+
+def serve(
+    tmp_path: Path,
+    scenario: Callable[[Server], Coroutine[Any, Any, None]],
+    limit: int = 64 * GIB,
+    settings: ModelsSettings | None = None,
+) -> None:
+    async def body() -> None:
+        server = Server(tmp_path, limit, settings)
+        try:
+            await scenario(server)
+        finally:
+            await server.residency.close()
+            await server.supervisor.close()
+
+    asyncio.run(body())
+
+
+async def answer(client: ModelClient, count: int = 3) -> list[int]:
+    request = Submit(id=0, prompt=[8, 9], max_tokens=count, sampling=Sampling())
+    async with client.generate(request) as outputs:
+        return [token async for output in outputs for token in output.tokens]
+
+
+async def loading_begins(folder: Path) -> None:
+    async with asyncio.timeout(20):
+        while not lives(folder):  # noqa: ASYNC110 - another process makes the mark
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def held(server: Server, name: str) -> AsyncIterator[asyncio.Event]:
+    """A lease held by another task until the event is set."""
+    release, taken = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with server.residency.lease(name):
+            taken.set()
+            await release.wait()
+
+    task = asyncio.create_task(hold())
+    await taken.wait()
+    try:
+        yield release
+    finally:
+        release.set()
+        await task
+
+
+def test_a_burst_of_leases_is_one_load(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("m", FakeModel(load_s=0.05))
+
+        async def one() -> int:
+            async with server.residency.lease("m") as (card, client):
+                assert card.name == "m"
+                assert await answer(client) == [8, 9, 8]
+                return client.ready.pid
+
+        pids = await asyncio.gather(*(one() for _ in range(30)))
+        assert len(set(pids)) == 1
+        assert lives(folder) == 1
+        row = server.row("m")
+        assert (row["state"], row["pid"], row["leases"]) == ("ready", pids[0], 0)
+        assert row["bytes"] > 0
+
+    serve(tmp_path, scenario)
+
+
+def test_a_waiter_that_leaves_does_not_stop_the_load(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("m", FakeModel(load_s=0.1))
+
+        async def one() -> None:
+            async with server.residency.lease("m"):
+                pass
+
+        leaver = asyncio.create_task(one())
+        await loading_begins(folder)
+        leaver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaver
+        await one()
+        assert lives(folder) == 1
+
+    serve(tmp_path, scenario)
+
+
+def test_a_dead_worker_is_replaced_at_the_next_lease(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("m")
+        async with server.residency.lease("m") as (_, client):
+            os.kill(client.ready.pid, signal.SIGKILL)
+            with pytest.raises(WorkerLost):
+                await answer(client, 1 << 30)
+            # The retry of the same request, while it still holds its first lease.
+            async with server.residency.lease("m") as (_, again):
+                assert again.ready.pid != client.ready.pid
+                assert await answer(again) == [8, 9, 8]
+        assert lives(folder) == 2
+
+    serve(tmp_path, scenario)
+
+
+def test_the_third_death_makes_the_model_fail_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEATH_PAUSE_S", 0.01)
+
+    async def scenario(server: Server) -> None:
+        folder = server.add("bad", FakeModel(load_death=True))
+        server.add("good")
+        for _ in range(2):
+            with pytest.raises(WorkerLost, match="3 times") as caught:
+                async with server.residency.lease("bad"):
+                    pass
+            assert caught.value.retry_after_s is not None
+            assert 200 < caught.value.retry_after_s <= module.DEATH_WINDOW_S
+        assert lives(folder) == 3
+        row = server.row("bad")
+        assert (row["state"], row["pid"], row["bytes"]) == ("failed", None, 0)
+        assert "SIGKILL" in row["reason"]
+        async with server.residency.lease("good") as (_, client):
+            assert await answer(client) == [8, 9, 8]
+
+    serve(tmp_path, scenario)
+
+
+def test_deaths_during_a_load_are_retried_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEATH_PAUSE_S", 0.01)
+
+    async def scenario(server: Server) -> None:
+        folder = server.add("m", FakeModel(load_death=True, bad_lives=2))
+        async with server.residency.lease("m") as (_, client):
+            assert await answer(client) == [8, 9, 8]
+        assert lives(folder) == 3
+
+    serve(tmp_path, scenario)
+
+
+def test_a_refused_load_is_told_to_all_and_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REFUSAL_PAUSE_S", 3600.0)
+    monkeypatch.setattr(module, "REFUSAL_PAUSE_MAX_S", 3600.0)
+
+    async def scenario(server: Server) -> None:
+        refused = FakeModel(load_error_code=Overloaded.code, bad_lives=1)
+        folder = server.add("m", refused)
+
+        async def one() -> None:
+            async with server.residency.lease("m"):
+                pass
+
+        errors = await asyncio.gather(*(one() for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(error, Overloaded) for error in errors)
+        assert len({id(error) for error in errors}) == 5
+        with pytest.raises(Overloaded, match="refuses to load"):
+            await one()
+        assert lives(folder) == 1
+        assert server.row("m")["state"] == "failed"
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 7200)
+        await one()
+        assert lives(folder) == 2
+        assert server.row("m")["state"] == "ready"
+
+    serve(tmp_path, scenario)
+
+
+def test_an_unload_waits_for_leases_and_new_ones_load_again(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("m")
+        assert await server.residency.unload("m") is False
+        async with held(server, "m") as release:
+            pid = server.row("m")["pid"]
+            unload = asyncio.create_task(server.residency.unload("m"))
+            await asyncio.sleep(0)
+            assert (server.row("m")["state"], server.row("m")["leases"]) == ("draining", 1)
+
+            async def late() -> int:
+                async with server.residency.lease("m") as (_, client):
+                    return client.ready.pid
+
+            later = asyncio.create_task(late())
+            await asyncio.sleep(0.01)
+            assert not unload.done()
+            assert not later.done()
+            release.set()
+            assert await unload is True
+            assert await later != pid
+        assert lives(folder) == 2
+        assert await server.residency.unload("m") is True
+        assert (server.row("m")["state"], server.row("m")["bytes"]) == ("absent", 0)
+
+    serve(tmp_path, scenario)
+
+
+def test_a_second_model_that_finds_no_room_is_refused_until_the_first_goes(tmp_path: Path) -> None:
+    settings = ModelsSettings(device="cpu", kv_bytes=GIB)
+
+    async def scenario(server: Server) -> None:
+        server.add("a")
+        folder = server.add("b")
+        async with server.residency.lease("a"):
+            pass
+        with pytest.raises(ModelTooLarge, match="unload one"):
+            async with server.residency.lease("b"):
+                pass
+        assert lives(folder) == 0
+        await server.residency.unload("a")
+        async with server.residency.lease("b"):
+            pass
+
+    serve(tmp_path, scenario, limit=2 * GIB, settings=settings)
+
+
+def test_settings_of_a_model_reach_its_worker(tmp_path: Path) -> None:
+    settings = ModelsSettings(
+        device="cpu", named={"m": ModelSettings(device="cpu", max_context=100, kv_bytes=4 << 20)}
+    )
+
+    async def scenario(server: Server) -> None:
+        server.add("m")
+        async with server.residency.lease("m") as (_, client):
+            assert client.ready.context == 100
+            assert client.ready.kv_tokens == 4096
+
+    serve(tmp_path, scenario, settings=settings)
+
+
+def test_an_unknown_model_leaves_no_trace(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        with pytest.raises(UnknownModel):
+            async with server.residency.lease("nobody"):
+                pass
+        assert server.residency.snapshot() == []
+
+    serve(tmp_path, scenario)
+
+
+def test_closing_ends_loads_and_streams(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        slow = server.add("slow", FakeModel(load_s=3600))
+        server.add("busy", FakeModel(step_s=0.001))
+
+        async def use(name: str) -> None:
+            async with server.residency.lease(name) as (_, client):
+                await answer(client, 1 << 30)
+
+        loading = asyncio.create_task(use("slow"))
+        streaming = asyncio.create_task(use("busy"))
+        await loading_begins(slow)
+        async with held(server, "busy"):
+            pass  # so it is loaded, and the stream has its lease
+        await server.residency.close()
+        with pytest.raises(WorkerLost, match="unloaded"):
+            await streaming
+        with pytest.raises(Overloaded, match="shutting down"):
+            await loading
+
+    serve(tmp_path, scenario)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.memory.gauge import (
+    GpuReading,
+    RamReading,
+    read_gpus,
+    read_process,
+    read_ram,
+    resolve_device,
+    visible_gpus,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPUS = (GpuReading(0, "a", "GPU-aa", 10, 3), GpuReading(1, "b", "GPU-bb", 10, 9))
+
+
+def make_proc(tmp_path: Path, cgroup: str, mount_kind: str, mount: Path, root: str = "/") -> Path:
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable:  600 kB\nHugePages_Total: 0\n")
+    (proc / "self" / "cgroup").write_text(f"9:cpu:/x\n{cgroup}\n")
+    options = "rw,memory" if mount_kind == "cgroup" else "rw"
+    (proc / "self" / "mountinfo").write_text(
+        "20 1 8:1 / / rw,relatime - ext4 /dev/vda rw\n"
+        f"30 20 0:5 {root} {mount} rw shared:1 - {mount_kind} none {options}\n"
+    )
+    return proc
+
+
+def put(group: Path, limit: tuple[str, str], used: tuple[str, str]) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    for name, value in (limit, used):
+        (group / name).write_text(f"{value}\n")
+
+
+def test_v2_takes_the_tightest_limit_and_our_own_usage(tmp_path: Path) -> None:
+    mount = tmp_path / "unified"
+    proc = make_proc(tmp_path, "0::/outer/inner", "cgroup2", mount)
+    put(mount / "outer" / "inner", ("memory.max", "max"), ("memory.current", "70"))
+    put(mount / "outer", ("memory.max", "500"), ("memory.current", "90"))
+    assert read_ram(proc) == RamReading(1000 << 10, 600 << 10, 500, 70)
+    assert read_ram(proc).capacity_bytes == 500
+
+
+def test_v1_without_a_limit_shows_a_huge_number(tmp_path: Path) -> None:
+    mount = tmp_path / "memory"
+    proc = make_proc(tmp_path, "4:memory:/group", "cgroup", mount)
+    files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    put(mount / "group", (files[0], str((1 << 63) - 4096)), (files[1], "70"))
+    reading = read_ram(proc)
+    assert (reading.cgroup_limit_bytes, reading.cgroup_used_bytes) == (None, 70)
+    assert reading.capacity_bytes == 1000 << 10
+    put(mount / "group", (files[0], "4096"), (files[1], "70"))
+    assert read_ram(proc).capacity_bytes == 4096
+
+
+def test_a_container_sees_its_group_as_the_root_of_the_mount(tmp_path: Path) -> None:
+    mount = tmp_path / "memory"
+    proc = make_proc(tmp_path, "4:memory:/docker/id/sub", "cgroup", mount, root="/docker/id")
+    files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    put(mount / "sub", (files[0], "300"), (files[1], "1"))
+    put(mount, (files[0], "200"), (files[1], "2"))
+    reading = read_ram(proc)
+    assert (reading.cgroup_limit_bytes, reading.cgroup_used_bytes) == (200, 1)
+
+
+def test_no_sources_are_no_error(tmp_path: Path) -> None:
+    reading = read_ram(tmp_path)
+    assert reading.physical_bytes > 0
+    assert (reading.cgroup_limit_bytes, reading.cgroup_used_bytes) == (None, None)
+    assert read_process(os.getpid(), tmp_path) is None
+
+
+def test_our_own_process_has_private_memory() -> None:
+    before = read_process(os.getpid())
+    ballast = bytearray(os.urandom(1) * (32 << 20))
+    after = read_process(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after.private_bytes - before.private_bytes > 30 << 20
+    assert len(ballast) == 32 << 20
+    assert after.private_bytes <= after.proportional_bytes <= after.resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, "ab"),
+        ("1", "b"),
+        ("1,0", "ba"),
+        ("GPU-bb", "b"),
+        ("", ""),
+        ("0,7,1", "a"),
+        ("-1", ""),
+    ],
+)
+def test_gpus_are_numbered_as_cuda_numbers_them(visible: str | None, names: str) -> None:
+    seen = visible_gpus(GPUS, visible)
+    assert "".join(gpu.name for gpu in seen) == names
+    assert [gpu.index for gpu in seen] == list(range(len(names)))
+
+
+def test_reading_gpus_never_fails() -> None:
+    assert all(gpu.total_bytes > 0 for gpu in read_gpus())
+
+
+def test_a_device_is_resolved() -> None:
+    assert resolve_device("auto", ()) == "cpu"
+    assert resolve_device("cpu", GPUS) == "cpu"
+    assert resolve_device("auto", GPUS) == "cuda:1"
+    assert resolve_device("cuda", GPUS) == "cuda:1"
+    assert resolve_device("cuda:0", GPUS) == "cuda:0"
+    for wanted, gpus in (("cuda", ()), ("cuda:2", GPUS), ("cuda:0", ())):
+        with pytest.raises(BadRequest, match="cuda"):
+            resolve_device(wanted, gpus)
