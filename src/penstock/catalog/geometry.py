@@ -116,6 +116,13 @@ class Fields:
         value = self.get(*names)
         return None if value is None else self.positive(value, names[0])
 
+    def index(self, name: str, default: int) -> int:
+        """A token id, layer number or other integer from zero on."""
+        value = self.get(name)
+        if value is None:
+            return default
+        return 0 if value == 0 and value is not False else self.positive(value, name)
+
     def positive(self, value: Any, name: str) -> int:
         """`value` as a positive integer, or an error that names the field."""
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -163,7 +170,7 @@ def _window(fields: Fields) -> int:
         if isinstance(original, int) and isinstance(factor, int | float):
             window = max(window, int(original * factor))
     if fields.model_type in ("roberta", "xlm-roberta", "camembert"):
-        window -= 1 + (fields.optional_count("pad_token_id") or 1)  # positions start after padding
+        window -= 1 + fields.index("pad_token_id", default=1)  # positions start after padding
     return window
 
 
@@ -202,7 +209,7 @@ def _derived_kinds(fields: Fields, count: int) -> tuple[str, ...]:
         )
     first_sliding = 0
     if fields.model_type.startswith("qwen"):
-        first_sliding = fields.optional_count("max_window_layers") or 0
+        first_sliding = fields.index("max_window_layers", default=0)
     return tuple(
         "sliding_attention" if i >= first_sliding else "full_attention" for i in range(count)
     )
@@ -216,8 +223,7 @@ def _full_layers(fields: Fields, count: int) -> frozenset[int] | None:
     if interval := fields.optional_count("full_attention_interval"):
         return frozenset(range(interval - 1, count, interval))
     if period := fields.optional_count("attn_layer_period"):
-        offset = fields.get("attn_layer_offset")
-        return frozenset(range(offset if isinstance(offset, int) else 0, count, period))
+        return frozenset(range(fields.index("attn_layer_offset", default=0), count, period))
     return None
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _KEEP_S = 7 * 24 * 3600  # how long the remains of an abandoned pull may wait to be resumed
 _SPARE_BYTES = 64 << 20  # left free on the disk besides what a pull needs
 _POLL_S = 0.25
+# The children of a killed pull notice within moments and let go of the lock.
+LOCK_WAIT_S = 5.0
 
 
 class Staging:
@@ -54,8 +56,12 @@ class Staging:
 
     def __enter__(self) -> Staging:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = _try_lock(self._root.with_name(f"{self._slug}.lock"))
-        if self._lock_fd is None:
+        lock_file = self._root.with_name(f"{self._slug}.lock")
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while (lock_fd := _try_lock(lock_file)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._lock_fd = lock_fd
+        if lock_fd is None:
             raise PullFailed(f"Another pull of {self._source} is running; wait until it has ended.")
         _sweep(self._root.parent, keep=self._root)
         self._root.mkdir(exist_ok=True)
