@@ -1,0 +1,133 @@
+"""The pool of KV blocks: examples, and a state machine over memory that fails at times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.worker.kv.blocks import BlockPool
+
+
+class FakeMemory:
+    """Extents that are backed or not; commits fail while `left` is 0."""
+
+    def __init__(self) -> None:
+        self.backed: set[int] = set()
+        self.left: int | None = None  # commits until the memory is full; None: never
+
+    def commit(self, extent: int) -> None:
+        assert extent not in self.backed, "committed twice"
+        if self.left is not None:
+            if self.left == 0:
+                raise MemoryError
+            self.left -= 1
+        self.backed.add(extent)
+
+    def decommit(self, extent: int) -> None:
+        self.backed.remove(extent)
+        if self.left is not None:
+            self.left += 1
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(limit=st.integers(2, 40), extent_blocks=st.integers(1, 9))
+    def open(self, limit: int, extent_blocks: int) -> None:
+        self.memory = FakeMemory()
+        self.extent_blocks = extent_blocks
+        self.pool = BlockPool(limit, extent_blocks, self.memory)
+        self.held: list[int] = []
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.pool.free))
+        try:
+            taken = self.pool.take(count)
+        except MemoryError:
+            assert self.memory.left == 0
+            return
+        assert len(taken) == count
+        assert not set(taken).intersection(self.held), "a block has two owners"
+        self.held += taken
+
+    @rule(excess=st.integers(1, 5))
+    def take_too_many(self, excess: int) -> None:
+        with pytest.raises(ValueError, match="blocks asked"):
+            self.pool.take(self.pool.free + excess)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        self.pool.give(blocks)
+        self.held = [block for block in self.held if block not in blocks]
+        if blocks:
+            with pytest.raises(ValueError, match="was not taken"):
+                self.pool.give(blocks[:1])
+
+    @rule()
+    def return_memory(self) -> None:
+        before = len(self.memory.backed)
+        returned = self.pool.return_empty_extents()
+        assert len(self.memory.backed) == before - returned
+        needed = {block // self.extent_blocks for block in self.held} | {0}
+        assert self.memory.backed == needed, "an extent nobody uses is still backed"
+
+    @rule(left=st.none() | st.integers(0, 2))
+    def change_memory(self, left: int | None) -> None:
+        self.memory.left = left
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check()
+        assert self.pool.free == self.pool.capacity - len(self.held)
+        assert self.pool.committed == len(self.memory.backed)
+        assert {block // self.extent_blocks for block in self.held} <= self.memory.backed
+        assert 0 in self.memory.backed
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.give(self.held)
+            self.memory.left = None
+            assert sorted(self.pool.take(self.pool.free)) == list(range(1, self.pool.capacity + 1))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+
+
+def test_the_fullest_extent_is_filled_first_so_that_the_others_drain() -> None:
+    memory = FakeMemory()
+    pool = BlockPool(limit=12, extent_blocks=4, backing=memory)
+    everything = pool.take(11)
+    pool.give([block for block in everything if block in (5, 6, 7, 10)])
+    assert pool.take(1) == [10]  # extent 2 has one block free, extent 1 has three
+    pool.give([4])
+    assert pool.return_empty_extents() == 1
+    assert memory.backed == {0, 2}
+
+
+def test_committed_blocks_are_used_before_new_memory_is() -> None:
+    memory = FakeMemory()
+    pool = BlockPool(limit=100, extent_blocks=10, backing=memory)
+    pool.take(9)
+    assert memory.backed == {0}
+    pool.take(1)
+    assert memory.backed == {0, 1}
+
+
+def test_a_failed_commit_hands_out_nothing() -> None:
+    memory = FakeMemory()
+    pool = BlockPool(limit=12, extent_blocks=4, backing=memory)
+    memory.left = 1
+    with pytest.raises(MemoryError):
+        pool.take(11)
+    pool.check()
+    assert pool.free == 11
+
+
+@pytest.mark.parametrize(("limit", "extent_blocks"), [(1, 4), (0, 4), (8, 0)])
+def test_a_pool_without_room_is_refused(limit: int, extent_blocks: int) -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        BlockPool(limit, extent_blocks, FakeMemory())

@@ -1,0 +1,305 @@
+"""The scheduler: examples, and a state machine over pools so small that requests give way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.wire import Finish, Sampling, Submit
+from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.scheduling.policy import StepPacer
+from penstock.worker.scheduling.scheduler import Plan, Scheduler, StepLimits
+
+STOP_TOKEN = 7
+GREEDY = Sampling(temperature=0)
+
+
+class FakeMemory:
+    """Fails every commit while `full`."""
+
+    full = False
+
+    def commit(self, extent: int) -> None:
+        if self.full:
+            raise MemoryError
+
+    def decommit(self, extent: int) -> None:
+        pass
+
+
+def make_scheduler(
+    blocks: int = 8,
+    block_tokens: int = 4,
+    tokens: int = 16,
+    sequences: int = 4,
+    target_s: float | None = None,
+) -> Scheduler:
+    limits = StepLimits(tokens, sequences, block_tokens, logit_rows=2 * sequences)
+    return Scheduler(
+        BlockPool(blocks + 1, 2, FakeMemory()), limits, StepPacer(target_s, floor_tokens=2)
+    )
+
+
+def submit(number: int, prompt: int, max_tokens: int, **more: object) -> Submit:
+    return Submit(number, [1] * prompt, max_tokens, GREEDY, **more)  # type: ignore[arg-type]
+
+
+def run_step(scheduler: Scheduler, token: int = 1) -> tuple[Plan, dict[int, Finish]]:
+    plan = scheduler.plan()
+    sampled = {piece.sequence.id: token for piece in plan.slices if piece.samples}
+    return plan, scheduler.absorb(plan, sampled, 0.0)
+
+
+@dataclass(slots=True)
+class Promise:
+    """What a request must come to: its tokens so far, and the step it is finished by."""
+
+    request: Submit
+    finished_by: int
+    generated: int = 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(1, 10),
+        block_tokens=st.integers(1, 5),
+        sequences=st.integers(1, 5),
+        spare_tokens=st.integers(1, 12),
+        target_s=st.none() | st.just(0.1),
+    )
+    def open(
+        self,
+        blocks: int,
+        block_tokens: int,
+        sequences: int,
+        spare_tokens: int,
+        target_s: float | None,
+    ) -> None:
+        self.memory = FakeMemory()
+        self.limits = StepLimits(
+            tokens=sequences + spare_tokens,
+            sequences=sequences,
+            block_tokens=block_tokens,
+            logit_rows=2 * sequences,
+        )
+        floor_tokens = 2
+        self.least_chunk = min(spare_tokens, floor_tokens, sequences)
+        self.pool = BlockPool(blocks + 1, 3, self.memory)
+        self.scheduler = Scheduler(self.pool, self.limits, StepPacer(target_s, floor_tokens))
+        self.promises: dict[int, Promise] = {}
+        self.arrivals = 0
+        self.steps = 0
+
+    @rule(
+        prompt=st.integers(1, 30),
+        max_tokens=st.integers(1, 15),
+        min_tokens=st.integers(0, 4),
+        prompt_logprobs=st.none() | st.just(0),
+    )
+    def add(
+        self, prompt: int, max_tokens: int, min_tokens: int, prompt_logprobs: int | None
+    ) -> None:
+        most = self.scheduler.most_tokens()
+        if most < 2:
+            return
+        prompt = min(prompt, most - 1)
+        request = submit(
+            self.arrivals,
+            prompt,
+            min(max_tokens, most - prompt),
+            min_tokens=min_tokens,
+            stop_token_ids=[STOP_TOKEN],
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.arrivals += 1
+        # Whoever is oldest moves in every step: at the very worst all others wait for it, and it
+        # computes everything anew. So nobody waits longer than for those before it, one by one.
+        before = max((p.finished_by for p in self.promises.values()), default=self.steps)
+        self.promises[request.id] = Promise(request, before + self._steps_alone(request))
+        self.scheduler.add(request)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, self.arrivals))
+        assert self.scheduler.cancel(number) == (number in self.promises)
+        self.promises.pop(number, None)
+
+    @rule(full=st.booleans())
+    def change_memory(self, full: bool) -> None:
+        self.memory.full = full
+
+    @rule()
+    def return_memory(self) -> None:
+        self.pool.return_empty_extents()
+
+    @precondition(lambda self: self.promises)
+    @rule(data=st.data(), duration_s=st.sampled_from([0.01, 0.1, 1.0]))
+    def step(self, data: st.DataObject, duration_s: float) -> None:
+        try:
+            plan = self.scheduler.plan()
+        except MemoryError:
+            assert self.memory.full
+            return
+        self._inspect(plan)
+        tokens = st.sampled_from([1, 2, STOP_TOKEN])
+        sampled = {s.sequence.id: data.draw(tokens) for s in plan.slices if s.samples}
+        self._finish_step(plan, sampled, duration_s)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.scheduler.check()
+        assert self.scheduler.running + self.scheduler.waiting == len(self.promises)
+        assert self.scheduler.has_work() == bool(self.promises)
+
+    @invariant()
+    def nobody_starves(self) -> None:
+        for number, promise in self.promises.items():
+            assert self.steps < promise.finished_by, f"request {number} should be finished"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.memory.full = False
+        while self.promises:
+            plan = self.scheduler.plan()
+            self._inspect(plan)
+            self._finish_step(plan, {s.sequence.id: 1 for s in plan.slices if s.samples}, 0.1)
+            self.books_agree()
+            self.nobody_starves()
+        assert self.pool.free == self.pool.capacity
+
+    def _steps_alone(self, request: Submit) -> int:
+        """The most steps the oldest request can take from nothing."""
+        size = len(request.prompt) + request.max_tokens
+        return -(-size // self.least_chunk) + request.max_tokens
+
+    def _inspect(self, plan: Plan) -> None:
+        assert plan.slices, "there is work and the step is empty"
+        assert plan.tokens == sum(piece.count for piece in plan.slices) <= self.limits.tokens
+        assert len(plan.slices) <= self.limits.sequences
+        assert sum(piece.logit_rows for piece in plan.slices) <= self.limits.logit_rows
+        numbers = [piece.sequence.id for piece in plan.slices]
+        assert len(numbers) == len(set(numbers)), "a sequence is in the step twice"
+        for piece in plan.slices:
+            sequence = piece.sequence
+            assert piece.count > 0
+            assert piece.start == sequence.computed
+            assert piece.end <= len(sequence.tokens)
+            assert piece.end <= len(sequence.blocks) * self.limits.block_tokens
+        assert all(piece.sequence.decoding for piece in plan.decodes)
+        # Whoever streams and still has its blocks streams on, however long others' prompts are.
+        streaming = {s.id for s in self.scheduler._running if s.decoding}
+        assert streaming <= {piece.sequence.id for piece in plan.decodes}
+        oldest = min(self.promises)
+        assert oldest in numbers, "the oldest request was not moved"
+
+    def _finish_step(self, plan: Plan, sampled: dict[int, int], duration_s: float) -> None:
+        for piece in plan.slices:  # what the engine does with the rows of a prompt
+            if piece.sequence.wants_prompt_logits:
+                piece.sequence.scored = min(piece.end + 1, piece.sequence.prompt_tokens)
+        finished = self.scheduler.absorb(plan, sampled, duration_s)
+        expected: dict[int, Finish] = {}
+        for number, token in sampled.items():
+            promise = self.promises[number]
+            promise.generated += 1
+            if token == STOP_TOKEN and promise.generated > promise.request.min_tokens:
+                expected[number] = Finish.STOP
+            elif promise.generated == promise.request.max_tokens:
+                expected[number] = Finish.LENGTH
+        assert finished == expected
+        for number in finished:
+            del self.promises[number]
+        self.steps += 1
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_step() -> None:
+    scheduler = make_scheduler(tokens=6)
+    scheduler.add(submit(0, prompt=15, max_tokens=2))
+    starts = [(p.start, p.count) for p in (run_step(scheduler)[0].slices[0] for _ in range(4))]
+    assert starts == [(0, 6), (6, 6), (12, 3), (15, 1)]
+    assert not scheduler.has_work()
+
+
+def test_streams_decode_in_every_step_of_anothers_long_prompt() -> None:
+    scheduler = make_scheduler(blocks=40, tokens=8)
+    scheduler.add(submit(0, prompt=3, max_tokens=30))
+    run_step(scheduler)
+    scheduler.add(submit(1, prompt=60, max_tokens=1))
+    while True:
+        plan, finished = run_step(scheduler)
+        assert [piece.sequence.id for piece in plan.decodes] == [0]
+        assert plan.tokens <= 8
+        if 1 in finished:
+            break
+
+
+def test_the_youngest_gives_way_and_computes_its_tokens_again() -> None:
+    scheduler = make_scheduler(blocks=5, block_tokens=4, tokens=16, sequences=3)
+    scheduler.add(submit(0, prompt=4, max_tokens=8))
+    scheduler.add(submit(1, prompt=4, max_tokens=8))
+    counts: dict[int, int] = {0: 0, 1: 0}
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        assert plan.slices[0].sequence.id == min(p.sequence.id for p in plan.slices)
+        sampled = {p.sequence.id: 1 for p in plan.slices if p.samples}
+        for number in sampled:
+            counts[number] += 1
+        scheduler.absorb(plan, sampled, 0.0)
+        scheduler.check()
+    assert scheduler.preemptions == 1
+    assert counts == {0: 8, 1: 8}, "a token was sampled twice, or never"
+
+
+def test_a_small_request_does_not_overtake_a_large_one() -> None:
+    scheduler = make_scheduler(blocks=6, block_tokens=4, tokens=32)
+    scheduler.add(submit(0, prompt=12, max_tokens=4))
+    run_step(scheduler)
+    scheduler.add(submit(1, prompt=16, max_tokens=4))  # does not fit beside the first
+    scheduler.add(submit(2, prompt=1, max_tokens=1))  # would
+    plan, _ = run_step(scheduler)
+    assert [piece.sequence.id for piece in plan.slices] == [0]
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
+def test_cancel_frees_the_blocks_at_once(state: str) -> None:
+    scheduler = make_scheduler(tokens=6)
+    scheduler.add(submit(0, prompt=9, max_tokens=5))
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3}[state]):
+        run_step(scheduler)
+    assert scheduler.cancel(0)
+    scheduler.check()
+    assert not scheduler.has_work()
+    assert not scheduler.cancel(0)
+
+
+def test_drop_all_names_everyone() -> None:
+    scheduler = make_scheduler(blocks=3, tokens=16)
+    for number in range(3):
+        scheduler.add(submit(number, prompt=8, max_tokens=2))
+    run_step(scheduler)
+    assert sorted(scheduler.drop_all()) == [0, 1, 2]
+    scheduler.check()
+    assert not scheduler.has_work()
+
+
+def test_a_chunk_of_prompt_logprobs_leaves_a_row_to_everyone_who_samples() -> None:
+    scheduler = make_scheduler(blocks=40, tokens=64, sequences=4)
+    scheduler.add(submit(0, prompt=30, max_tokens=1, prompt_logprobs=0))
+    for number in (1, 2, 3):
+        scheduler.add(submit(number, prompt=3, max_tokens=1))
+    plan = scheduler.plan()
+    assert [piece.count for piece in plan.chunks] == [4, 3, 3, 3]
+    assert sum(piece.logit_rows for piece in plan.slices) <= 8
+
+
+def test_a_step_without_room_for_a_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="raise step_tokens or lower step_sequences"):
+        make_scheduler(tokens=4, sequences=4)
