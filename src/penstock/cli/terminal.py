@@ -26,14 +26,14 @@ def print_line(text: str = "") -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A plain table; what is None stays empty."""
-    console = Console(highlight=False, soft_wrap=True)
+    # Into a pipe a table is as wide as it needs to be.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold" if console.is_terminal else "ignore", no_wrap=True)
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row))
-    # Into a pipe a table is as wide as it needs to be.
-    console.print(table, width=None if console.is_terminal else 400)
+    console.print(table)
 
 
 def size(count: int | None) -> str | None:

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from penstock.boot import Fork
 from penstock.errors import InternalError, PenstockError, WorkerLost, by_code
@@ -233,8 +233,8 @@ class _Reader(asyncio.Protocol):
         self._frames = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._worker.on_connect(transport)
+        # uvloop's transports have the interface of asyncio's, but not the class.
+        self._worker.on_connect(cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
