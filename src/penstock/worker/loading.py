@@ -20,7 +20,7 @@ from penstock.wire import Ready
 from penstock.worker.engine.generate import GenerateEngine
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
-from penstock.worker.models import attention, verify
+from penstock.worker.models import attention, verify, weights
 from penstock.worker.models.kernels import kernels_for
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         pid=0,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=sum(p.numel() * p.element_size() for p in _tensors(model)),
+        weight_bytes=_bytes_held(model),
         kv_bytes_per_token=layout.token_bytes,
         kv_tokens=kv_tokens,
         context=min(window, kv_tokens),
@@ -134,6 +134,7 @@ def _load_model(
     else:
         model = _stored_model(spec, config, dtype)
     model = model.to(device).eval()
+    weights.pack_linears(model)
     progress("weights", total, total)
     return model
 
@@ -207,7 +208,7 @@ def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _tensors(model: Module) -> list[torch.Tensor]:
-    """Every tensor the model keeps, tied ones once."""
-    seen = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return list(seen.values())
+def _bytes_held(model: Module) -> int:
+    """What the model keeps; tied weights are one parameter and count once."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)

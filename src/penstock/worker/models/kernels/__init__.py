@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.worker.models.kernels.interface import AttentionKernels
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> AttentionKernels:
     """The best kernels for a device and a type of KV."""
+    if device.type == "cpu" and dtype == torch.float32:
+        from penstock.worker.models.kernels.cpu import CpuKernels
+
+        return CpuKernels()
     return ReferenceKernels()
