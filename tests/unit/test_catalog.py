@@ -318,6 +318,15 @@ def test_scan_finds_folders_of_one_and_two_levels_and_reports_the_broken(tmp_pat
         catalog.find("three")
 
 
+def test_a_loose_gguf_file_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    catalog = Catalog([tmp_path])
+    assert catalog.scan() == {}
+    assert "penstock pull" in catalog.problems["small.gguf"]
+    with pytest.raises(ModelUnusable, match=r"penstock pull .*small\.gguf"):
+        catalog.find("small")
+
+
 def test_models_in_a_huggingface_cache_are_found(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--org--name--x"
     write_model(repository / "snapshots" / "aaa", {**LLAMA, "vocab_size": 11})

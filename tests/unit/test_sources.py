@@ -134,6 +134,13 @@ def test_a_folder_from_elsewhere_is_never_overwritten(tmp_path: Path) -> None:
     assert pull(str(original), home, Recorder(), name="other").name == "other"
 
 
+@pytest.mark.parametrize("name", ["../m", "/etc/m", ".m", "a/b/c", "a/.b", "", "a//b"])
+def test_a_name_stays_below_the_models_directory(tmp_path: Path, name: str) -> None:
+    original, home = write_folder(tmp_path / "..m"), tmp_path / "home"
+    with pytest.raises(PullFailed, match="cannot be a model's name"):
+        pull(str(original), home, Recorder(), name=name)
+
+
 def test_an_unusable_folder_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     original, home = write_folder(tmp_path / "m"), tmp_path / "home"
     with (original / "model.safetensors").open("ab") as weights:

