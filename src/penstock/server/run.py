@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Clients keep idle connections for some time; closing first would race with their next request.
 _KEEP_CONNECTION_S = 75
 # After the grace answers are told to end; this is for saying so.
 _LAST_WORDS_S = 2.0
+_END_S = 15.0  # for the workers, who have graces of their own below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,26 @@ class Started:
     models: tuple[str, ...]
     limits: Mapping[str, int]  # bytes per domain
     device: str
+    # Stops the server, on its event loop; a second call does not wait for running answers.
+    stop: Callable[[], None]
 
 
 def run(config: Config, announce: Callable[[Started], None]) -> None:
-    """Serve until a signal says to stop."""
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running answers."""
+
+    def started(server: Started) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        announce(server)
+
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(config, Supervisor(config.home), announce))
+        runner.run(serve(config, Supervisor(config.home), started))
 
 
 async def serve(
     config: Config, supervisor: Supervisor, announce: Callable[[Started], None]
 ) -> None:
-    """Serve with these workers until SIGINT or SIGTERM; a second one does not wait for answers."""
+    """Serve with these workers until `Started.stop` is called."""
     check_exposure(config.server)
     catalog = Catalog(config.model_dirs, config.models.hf_cache or huggingface_cache())
     gpus = await asyncio.to_thread(read_gpus)
@@ -75,14 +83,23 @@ async def serve(
         load = asyncio.ensure_future(_load_default(residency, config.models.default))
         try:
             supervisor.warm()
-            with _stop_on_signals(server, closing, config.server.shutdown_grace_s):
-                announce(Started(_url(sock), tuple(models), limits, device))
-                await server.serve(sockets=[sock])
+            stop = _stopper(server, closing, config.server.shutdown_grace_s)
+            announce(Started(_url(sock), tuple(models), limits, device, stop))
+            await server.serve(sockets=[sock])
         finally:
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
+            await _end_workers(residency, supervisor)
+
+
+async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:
+    try:
+        async with asyncio.timeout(_END_S):
             await residency.close()
             await supervisor.close()
+    except TimeoutError:
+        # They notice the end of their sockets when this process is gone.
+        log.error("some workers did not end within %g s", _END_S)
 
 
 def check_exposure(settings: ServerSettings) -> None:
@@ -104,30 +121,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-@contextlib.contextmanager
-def _stop_on_signals(
-    server: uvicorn.Server, closing: asyncio.Event, grace_s: float
-) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
+def _stopper(server: uvicorn.Server, closing: asyncio.Event, grace_s: float) -> Callable[[], None]:
+    """Stops the server; called again, it does not wait for answers."""
 
     def stop() -> None:
         if server.should_exit:
-            log.warning("stopping now")
             closing.set()
             return
         log.info("stopping; running answers have %g s", grace_s)
         server.should_exit = True
-        loop.call_later(grace_s, closing.set)
+        asyncio.get_running_loop().call_later(grace_s, closing.set)
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            # The workers still have to be ended; an impatient signal must not cut that short.
-            signal.signal(number, signal.SIG_IGN)
+    return stop
 
 
 def _uvicorn_config(services: Services, closing: asyncio.Event) -> uvicorn.Config:

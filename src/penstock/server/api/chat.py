@@ -80,6 +80,7 @@ async def _prepare(fields: ChatFields, services: Services) -> Job:
     if any(kind != "text" for kind in fields.modalities or []):
         raise BadRequest("`modalities` can only be text.", param="modalities")
     max_tokens, alternatives = fields.requested_tokens(), fields.alternatives()
+    fields.check_min_tokens(max_tokens)
     messages = template_messages(fields.messages)
     tools = template_tools(fields.tools, fields.tool_choice)
     check_nesting(fields.chat_template_kwargs, "chat_template_kwargs")
@@ -107,6 +108,7 @@ async def _prepare(fields: ChatFields, services: Services) -> Job:
         tokenizer=text.tokenizer,
         prompts=[prompt],
         fields=fields,
+        prompt_field="messages",
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=stop_token_ids,

@@ -96,17 +96,19 @@ async def completions(exchange: Exchange, services: Services) -> None:
 async def _prepare(fields: CompletionFields, services: Services) -> Job:
     max_choices = services.config.server.max_choices
     fields.check()
+    max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    fields.check_min_tokens(max_tokens)
     prompts = await asyncio.to_thread(fields.prompts, max_choices)
     card = await services.generator(fields.model)
     text = await services.texts.of(card)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, fields.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
-    max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Job(
         card=card,
         tokenizer=text.tokenizer,
         prompts=[await _token_ids(prompt, text.tokenizer, card) for prompt in prompts],
         fields=fields,
+        prompt_field="prompt",
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=stop_token_ids,

@@ -81,6 +81,15 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             )
         self.stops()
 
+    def check_min_tokens(self, max_tokens: int | None) -> None:
+        """Refuse an answer that would have to be longer than it may be."""
+        if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
+            raise BadRequest(
+                f"`min_tokens` is {self.min_tokens}, which is more than the {max_tokens} tokens "
+                "that the answer may have.",
+                param="min_tokens",
+            )
+
     def stops(self) -> list[str]:
         """The stop strings."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []

@@ -37,6 +37,7 @@ class Job:
     tokenizer: Tokenizer
     prompts: list[list[int]]
     fields: GenerationFields
+    prompt_field: str  # which field the prompts came from, for refusals
     max_tokens: int | None  # as asked; None: as many as there is room for
     sampling: wire.Sampling
     stop_token_ids: list[int]
@@ -227,7 +228,7 @@ def check_window(job: Job, max_context: int | None) -> None:
     window = min(job.card.context, max_context or job.card.context)
     longest = max(map(len, job.prompts))
     if longest + 1 > window:
-        raise _too_long("window", longest, window)
+        raise _too_long(job, "window", longest, window)
 
 
 def grant(job: Job, prompt_tokens: int, ready: wire.Ready, policy: str) -> int:
@@ -236,7 +237,7 @@ def grant(job: Job, prompt_tokens: int, ready: wire.Ready, policy: str) -> int:
     if room < 1:
         short_of_memory = ready.kv_tokens <= ready.context < job.card.context
         reason = "memory" if short_of_memory else "window"
-        raise _too_long(reason, prompt_tokens, ready.context, ready)
+        raise _too_long(job, reason, prompt_tokens, ready.context, ready)
     asked = job.max_tokens
     if asked is not None and asked > room and policy == "refuse":
         raise BadRequest(
@@ -248,7 +249,7 @@ def grant(job: Job, prompt_tokens: int, ready: wire.Ready, policy: str) -> int:
 
 
 def _too_long(
-    reason: str, prompt_tokens: int, limit: int, ready: wire.Ready | None = None
+    job: Job, reason: str, prompt_tokens: int, limit: int, ready: wire.Ready | None = None
 ) -> ContextTooLong:
     needed = prompt_tokens + 1
     numbers: dict[str, object] = {
@@ -272,6 +273,6 @@ def _too_long(
     return ContextTooLong(
         f"{why} {limit} tokens{knob}, but the prompt has {prompt_tokens} and the answer needs "
         "at least one more.",
-        param="messages",
+        param=job.prompt_field,
         numbers=numbers,
     )
