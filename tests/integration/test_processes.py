@@ -1,4 +1,7 @@
-"""Real processes and sockets around a fake engine: every way a worker begins and ends."""
+"""Real processes and sockets around a fake engine: every way a worker begins and ends.
+
+On uvloop, as the server runs; the tests of residency use asyncio's own loop.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 
 from penstock.errors import BadRequest, InternalError, Overloaded, WorkerLost
 from penstock.server import output_log
@@ -23,7 +27,7 @@ from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel
 from penstock.wire import LoadSpec, Sampling, Status, Submit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -100,7 +104,10 @@ async def answer(worker: WorkerHandle, max_tokens: int) -> list[int]:
         return [token async for output in outputs for token in output.tokens]
 
 
-def test_a_worker_loads_answers_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_a_worker_loads_answers_and_stops(
+    tmp_path: Path, run: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
     async def scenario() -> None:
         async with fake_supervisor(tmp_path) as supervisor:
             worker = await supervisor.start(spec(tmp_path / "m"))
@@ -117,7 +124,7 @@ def test_a_worker_loads_answers_and_stops(tmp_path: Path) -> None:
             assert not is_running(worker.pid)
             assert not worker.alive
 
-    asyncio.run(scenario())
+    run(scenario())
     assert not list(tmp_path.rglob("*.sock"))
 
 
@@ -134,7 +141,7 @@ def test_two_workers_do_not_know_of_each_other(tmp_path: Path) -> None:
             assert isinstance(results[1], WorkerLost)
             assert first.alive
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_killed_worker_ends_its_streams_with_the_cause(tmp_path: Path) -> None:
@@ -150,7 +157,7 @@ def test_a_killed_worker_ends_its_streams_with_the_cause(tmp_path: Path) -> None
                     pass
             assert "SIGKILL" in await worker.ended
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_crash_leaves_its_last_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +168,7 @@ def test_a_crash_leaves_its_last_words(tmp_path: Path, caplog: pytest.LogCapture
             os.kill(worker.pid, signal.SIGSEGV)  # faulthandler writes the stack to the log
             assert await worker.ended == "it was killed by SIGSEGV"
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
     assert "Segmentation fault" in caplog.text
     assert "loop.py" in (tmp_path / "logs" / "fake.log").read_text()
 
@@ -221,7 +228,7 @@ def test_a_load_is_stopped_without_waiting_for_it(tmp_path: Path) -> None:
             with pytest.raises(WorkerLost, match="unloaded"):
                 await worker.ready
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_sigterm_ends_a_load_and_sigint_does_not(tmp_path: Path) -> None:
@@ -240,7 +247,7 @@ def test_sigterm_ends_a_load_and_sigint_does_not(tmp_path: Path) -> None:
             with pytest.raises(WorkerLost, match="SIGTERM"):
                 await worker.ready
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_worker_that_hangs_is_made_to_stop(tmp_path: Path) -> None:
@@ -258,7 +265,7 @@ def test_a_worker_that_hangs_is_made_to_stop(tmp_path: Path) -> None:
             with pytest.raises(WorkerLost, match="unloaded"):
                 await anext(outputs)
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_refused_load_says_why(tmp_path: Path) -> None:
@@ -276,7 +283,7 @@ def test_a_refused_load_says_why(tmp_path: Path) -> None:
             await worker.ended
             assert "Traceback" in (tmp_path / "logs" / "fake.log").read_text()
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_failed_step_ends_its_requests_and_the_third_in_a_row_the_worker(tmp_path: Path) -> None:
@@ -297,7 +304,7 @@ def test_a_failed_step_ends_its_requests_and_the_third_in_a_row_the_worker(tmp_p
                     await answer(broken, 3)
             assert await broken.ended == "it exited with code 4"
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_cancel_reaches_the_worker_within_a_step(tmp_path: Path) -> None:
@@ -312,7 +319,7 @@ def test_cancel_reaches_the_worker_within_a_step(tmp_path: Path) -> None:
             # The step in hand when the message arrives, and one that was already on its way.
             assert status(worker).steps <= before.steps + 2
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_the_template_is_replaced_after_its_death_and_its_workers_live_on(tmp_path: Path) -> None:
@@ -331,7 +338,7 @@ def test_the_template_is_replaced_after_its_death_and_its_workers_live_on(tmp_pa
             assert "unknown" in await first.ended
             wait_until_gone(first.pid)
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
 
 
 def test_a_template_that_cannot_import_says_so(
@@ -345,7 +352,7 @@ def test_a_template_that_cannot_import_says_so(
                 await supervisor.start(spec(tmp_path / "m"))
         await supervisor.close()
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
     assert "the template process did not start" in caplog.text
 
 
@@ -357,7 +364,7 @@ def test_the_environment_is_the_workers_alone(tmp_path: Path) -> None:
             assert WORKER_ENVIRONMENT.items() <= environment(worker.pid).items()
 
     before = dict(os.environ)
-    asyncio.run(scenario())
+    uvloop.run(scenario())
     assert dict(os.environ) == before
 
 
@@ -378,7 +385,7 @@ def test_twenty_lives_leave_nothing_behind(tmp_path: Path) -> None:
             assert children(template.pid) == []
 
     before = entries("/proc/self/fd")
-    asyncio.run(scenario())
+    uvloop.run(scenario())
     assert entries("/proc/self/fd") == before
 
 
@@ -396,7 +403,7 @@ def test_a_log_is_bounded_and_keeps_its_tail(
         assert len(log.tail().splitlines()) == output_log.TAIL_LINES
         log.close()
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept in (["x.log", "x.log.1"], ["x.log.1"])
     assert all(path.stat().st_size < 5000 for path in tmp_path.iterdir())
@@ -417,4 +424,4 @@ def test_the_real_template_has_one_thread_and_its_forks_can_use_torch(tmp_path: 
         finally:
             await supervisor.close()
 
-    asyncio.run(scenario())
+    uvloop.run(scenario())
