@@ -27,7 +27,7 @@ proof: $(VENV)/.dev $(WEIGHTS)
 
 bench: $(VENV)/.dev $(WEIGHTS)
 	$(BIN)/python -m benchmarks.engine $(ARGS)
-	$(BIN)/python -m benchmarks.http $(ARGS)
+	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 model: $(WEIGHTS)
 
