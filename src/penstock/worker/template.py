@@ -16,6 +16,7 @@ MODULES = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "penstock.worker.loop",
+    "penstock.worker.loading",
 )
 # An architecture that is not here is imported by the worker that needs it.
 COMMON_ARCHITECTURES = (
