@@ -180,7 +180,8 @@ def write_folder(name: str, folder: Path) -> None:
         },
     }
     for file_name, value in files.items():
-        text = json.dumps(value, ensure_ascii=False, indent=None if "tokens" in value else 1)
+        readable = file_name != "tokenizer.json"  # that one is megabytes
+        text = json.dumps(value, ensure_ascii=False, indent=1 if readable else None)
         (folder / file_name).write_text(text, "utf-8")
 
 
