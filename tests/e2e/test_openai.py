@@ -1,0 +1,195 @@
+"""The official `openai` package against `penstock serve` with the real starter model."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODEL = "SmolLM2-135M-Instruct"
+HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
+PARIS = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def client(real_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{real_url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        yield client
+
+
+def running(client: openai.OpenAI) -> float:
+    """Requests that the worker has in hand, by its own figures."""
+    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics"), timeout=60).text
+    return sum(
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith(("penstock_running{", "penstock_waiting{"))
+    )
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert MODEL in [model.id for model in client.models.list()]
+    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == 8192
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=6, temperature=0
+    )
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert "hello" in (choice.message.content or "").lower()
+    assert choice.finish_reason in {"stop", "length"}
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens <= 6
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=6, temperature=0)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=6,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_completions_with_echo_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=PARIS, max_tokens=2, temperature=0, echo=True, logprobs=2
+    )
+    [choice] = answer.choices
+    assert choice.text.startswith(f"{PARIS} Paris")
+    assert choice.logprobs is not None
+    tokens, numbers = choice.logprobs.tokens, choice.logprobs.token_logprobs
+    assert tokens is not None
+    assert numbers is not None
+    assert "".join(tokens) == choice.text
+    assert len(numbers) == len(tokens) == len(choice.logprobs.text_offset or [])
+    # The client's type says float, but the first token of a prompt has no probability.
+    assert list(numbers)[:1] == [None]
+    assert all(number <= 0 for number in numbers[1:])
+
+
+def test_prompts_as_texts_and_as_token_ids(client: openai.OpenAI) -> None:
+    texts = client.completions.create(
+        model=MODEL, prompt=[PARIS, "One, two,"], max_tokens=2, temperature=0
+    )
+    assert [choice.index for choice in texts.choices] == [0, 1]
+    assert texts.choices[0].text.startswith(" Paris")
+    ids = client.completions.create(model=MODEL, prompt=[504, 3575, 282, 4649], max_tokens=1)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 4
+
+
+def test_n_with_a_seed_is_repeatable_and_varied(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model=MODEL, prompt="My favourite word is", max_tokens=6, n=3, seed=7, temperature=1.5
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert first == ask()
+    assert len(set(first)) > 1
+
+
+def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=2, temperature=0, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    for entry in logprobs.content:
+        top = entry.top_logprobs
+        assert len(top) == 3
+        assert top[0].token == entry.token  # greedy
+        assert [other.logprob for other in top] == sorted(
+            (other.logprob for other in top), reverse=True
+        )
+        assert sum(math.exp(other.logprob) for other in top) <= 1.0001
+        assert bytes(entry.bytes or []).decode() == entry.token
+
+
+def test_stop(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=PARIS, max_tokens=8, temperature=0, stop=["is", "ris"]
+    )
+    assert answer.choices[0].text == " Pa"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logit_bias_decides(client: openai.OpenAI) -> None:
+    the = 504  # of this model's vocabulary
+    answer = client.completions.create(
+        model=MODEL, prompt=PARIS, max_tokens=2, temperature=0, logit_bias={str(the): 100}
+    )
+    assert answer.choices[0].text == "TheThe"
+
+
+def test_errors_have_the_packages_own_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nobody", messages=HELLO)
+    assert unknown.value.code == "model_not_found"
+    assert MODEL in unknown.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=HELLO, temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt=[1] * 8192)
+    assert long.value.code == "context_length_exceeded"
+    assert isinstance(long.value.body, dict)
+    assert long.value.body["penstock"] == {
+        "reason": "window",
+        "domain": None,
+        "needed_tokens": 8193,
+        "limit_tokens": 8192,
+        "needed_bytes": None,
+        "limit_bytes": None,
+    }
+
+
+def test_a_client_that_leaves_cancels(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=4000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(
+            model=MODEL, prompt=PARIS, max_tokens=4000, extra_body={"ignore_eos": True}
+        )
+    # Another request's step refreshes the figures.
+    for _ in range(20):
+        client.completions.create(model=MODEL, prompt=PARIS, max_tokens=1)
+        if running(client) == 0:
+            return
+        time.sleep(0.1)
+    pytest.fail("the requests of clients that left are still running")

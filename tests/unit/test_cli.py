@@ -1,0 +1,168 @@
+"""The command line: what is printed, what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock import cli
+from penstock.testing.fake_server import FakeServer, add_model, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    add_model(home, "fake")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _isolated(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[FakeServer]:
+    with serving(home) as server:
+        yield server
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.main(arguments) == code
+    printed = capsys.readouterr()
+    return printed.out if code == 0 else printed.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(run(capsys, *arguments, "--json"))
+
+
+def test_list(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    [row] = as_json(capsys, "list")
+    assert row["name"] == "fake"
+    assert row["path"] == str(home / "models" / "fake")
+    assert {"kind", "architecture", "parameters", "bytes", "context"} <= set(row)
+    assert "LlamaForCausalLM" in run(capsys, "list")
+
+
+def test_list_of_nothing_says_how_to_begin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    assert "penstock pull" in run(capsys, "list")
+
+
+def test_pull_of_a_shape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    row = as_json(capsys, "pull", "random:tiny-llama")
+    assert row["name"] == "random:tiny-llama"
+    assert "already" in run(capsys, "pull", "random:tiny-llama")
+    assert "nonsense" in run(capsys, "pull", "random:nonsense", code=1)
+
+
+def test_ps(capsys: pytest.CaptureFixture[str], server: FakeServer) -> None:
+    run(capsys, "chat", "--url", server.url, "--model", "fake", "--max-tokens", "2", "hi")
+    [row] = as_json(capsys, "ps", "--url", server.url)
+    assert {"name", "state", "pid", "bytes", "context", "leases", "idle_s"} <= set(row)
+    assert row["state"] == "ready"
+    assert "ready" in run(capsys, "ps", "--url", server.url)
+
+
+def test_no_server_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("ps", "chat"):
+        said = run(capsys, command, "--url", "http://127.0.0.1:9", code=1)
+        assert "http://127.0.0.1:9" in said
+        assert "penstock serve" in said
+
+
+def test_chat_asks_once(capsys: pytest.CaptureFixture[str], server: FakeServer) -> None:
+    answer = as_json(capsys, "chat", "--url", server.url, "--max-tokens", "8", "hi")
+    assert answer["content"] == "user: hi"
+    assert answer["usage"]["completion_tokens"] == 8
+    assert run(capsys, "chat", "--url", server.url, "--max-tokens", "8", "hi") == "user: hi\n"
+
+
+def test_chat_keeps_the_conversation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: FakeServer
+) -> None:
+    typed = iter(["one", KeyboardInterrupt(), "/clear", "two", "/exit"])
+
+    def read(_: str) -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr("builtins.input", read)
+    printed = run(capsys, "chat", "--url", server.url, "--max-tokens", "9")
+    assert "user: one\n" in printed
+    assert printed.count("Ctrl-C stops an answer") == 2
+    assert "user: two\n" in printed
+
+
+def test_the_servers_refusal_is_passed_on(
+    capsys: pytest.CaptureFixture[str], server: FakeServer
+) -> None:
+    said = run(capsys, "chat", "--url", server.url, "--model", "nobody", "hi", code=1)
+    assert "404" in said
+    assert "fake" in said
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SERVER_PORT", "1234")
+    monkeypatch.setenv("PENSTOCK_TYPO", "1")
+    report = as_json(capsys, "doctor")
+    origins = {row["key"]: row["origin"] for row in report["settings"]}
+    assert origins["server.port"] == "environment PENSTOCK_SERVER_PORT"
+    assert report["ignored_variables"] == ["PENSTOCK_TYPO"]
+    assert "1234" in run(capsys, "doctor")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--port", "x"], "server.port"),
+        (["--memory", "lots"], "memory.limit"),
+        (["--model", "nobody"], "fake"),
+        (["--device", "tpu"], "cuda"),
+    ],
+)
+def test_serve_refuses_in_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+) -> None:
+    # The process's log handlers belong to the tests here.
+    monkeypatch.setattr("penstock.server.logs.configure", lambda *_: None)
+    assert says in run(capsys, "serve", "--port", "0", *arguments, code=1)
+
+
+def test_a_wrong_command_line() -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--nonsense"])
+    assert ended.value.code == 2
+    assert cli.main([]) == 2
+
+
+def test_the_command_imports_little_before_it_knows_its_work() -> None:
+    code = (
+        "import sys; import penstock.cli; penstock.cli.build_parser(); "
+        "sys.exit(sorted({'torch', 'transformers', 'httpx', 'rich', 'uvicorn'} & set(sys.modules))"
+        " != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -1,0 +1,143 @@
+"""Settings: what wins over what, what is refused, and where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock import config
+from penstock.config import ConfigError, parse_limit, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No penstock.toml of the present folder or the user's home takes part."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def load(
+    text: str = "",
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> config.Config:
+    file = Path("given.toml")
+    file.write_text(text, "utf-8")
+    return config.load(file, environment or {}, flags)
+
+
+def test_later_wins_and_says_so() -> None:
+    text = "[server]\nport = 1\nhost = 'a'\nlog_level = 'debug'\n"
+    environment = {"PENSTOCK_SERVER_PORT": "2", "PENSTOCK_SERVER_HOST": "b"}
+    settings = load(text, environment, {"server.port": "3"})
+    assert (settings.server.port, settings.server.host) == (3, "b")
+    origins = {key: origin for key, _, origin in settings.values()}
+    assert origins["server.port"] == "flag --port"
+    assert origins["server.host"] == "environment PENSTOCK_SERVER_HOST"
+    assert origins["server.log_level"] == "given.toml"
+    assert origins["server.max_body"] == "default"
+
+
+def test_a_models_own_settings_stand_on_those_for_all() -> None:
+    settings = load(
+        "[models]\ndtype = 'float32'\nthreads = 3\n"
+        "[models.'org/big']\nthreads = 8\nkv_bytes = '2GiB'\n"
+    ).models
+    assert settings.settings("org/big").threads == 8
+    assert settings.settings("org/big").kv_bytes == 2 << 30
+    assert settings.settings("org/big").dtype == "float32"
+    assert settings.settings("other").threads == 3
+
+
+def test_home_and_what_lies_in_it() -> None:
+    settings = load(environment={"PENSTOCK_HOME": "/somewhere", "PENSTOCK_MODELS_DIRS": "/a,/b"})
+    assert settings.cache.dir == Path("/somewhere/cache")
+    assert settings.model_dirs == (Path("/a"), Path("/b"), Path("/somewhere/models"))
+    assert load(environment={"PENSTOCK_CACHE_DIR": "/fast"}).cache.dir == Path("/fast")
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "says"),
+    [
+        ("[server]\nprot = 1", {}, "server.port"),
+        ("[sever]\nport = 1", {}, "server"),
+        ("[models.x]\ndtyp = 'float32'", {}, "models.x.dtype"),
+        ("[models.x]\ndirs = ['a']", {}, "there is no setting models.x.dirs"),
+        ("port = 1", {}, "there is no setting"),
+        ("", {"PENSTOCK_SERVER_PROT": "1"}, "server.port"),
+        ("", {"PENSTOCK_MEMORY_LIMITS": "1"}, "memory.limit"),
+        ("[server]\nport = 'x'", {}, "whole number"),
+        ("[server]\nport = true", {}, "whole number"),
+        ("[server]\nport = 70000", {}, "65535"),
+        ("[server]\nno_auth = 'maybe'", {}, "true or false"),
+        ("[server]\nkeepalive_after_s = -1", {}, "not negative"),
+        ("[server]\nmax_body = '5 parsecs'", {}, "unit"),
+        ("[server]\napi_keys = [1]", {}, "list of texts"),
+        ("[memory]\nlimit = '120%'", {}, "100%"),
+        ("[memory]\nlimit = 'lots'", {}, "8GiB"),
+        ("[models]\ndevice = 'tpu'", {}, "cuda"),
+        ("[models]\ndtype = 'int3'", {}, "float32"),
+        ("[server", {}, "cannot be read"),
+    ],
+)
+def test_refusals_name_the_setting(text: str, environment: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(text, environment)
+    assert says in refused.value.message
+
+
+def test_a_wrong_key_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("[server]\napi_keys = {secret = 'hunter2'}")
+    assert "hunter2" not in refused.value.message
+
+
+def test_a_missing_file_is_an_error_only_if_named() -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        config.load(Path("absent.toml"), {})
+    with pytest.raises(ConfigError, match="absent"):
+        config.load(environment={"PENSTOCK_CONFIG": "absent"})
+    assert config.load(environment={}).server.port == 8000
+    Path("penstock.toml").write_text("[server]\nport = 5\n", "utf-8")
+    assert config.load(environment={}).server.port == 5
+
+
+def test_variables_of_no_section_are_shown_not_used() -> None:
+    settings = load(environment={"PENSTOCK_SERVICE_HOST": "10.0.0.1", "PENSTOCK_PORT": "tcp://x"})
+    assert settings.ignored_variables == ("PENSTOCK_PORT", "PENSTOCK_SERVICE_HOST")
+
+
+def test_keys_are_never_shown() -> None:
+    settings = load(flags={"server.api_keys": ["hunter2"]})
+    assert settings.server.api_keys == ("hunter2",)
+    assert "hunter2" not in str(settings.values())
+
+
+def test_nothing_can_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(5, 5), ("5", 5), ("1KiB", 1024), ("1kb", 1000), ("1.5g", 3 << 29), ("2 TiB", 2 << 40)],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["-1", -1, "x", "1 lb", "", "1e9", True, None])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "limit"), [("auto", "auto"), ("60%", "60%"), ("1KiB", "1024")])
+def test_limits(text: str, limit: str) -> None:
+    assert parse_limit(text) == limit
