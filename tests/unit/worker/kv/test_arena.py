@@ -1,0 +1,126 @@
+"""The arena: where a block's values lie, and that memory comes and goes with the extents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.worker.kv.arena import EXTENT_BYTES, Arena, BlockLayout, LayerGeometry
+from penstock.worker.kv.blocks import BlockPool
+
+# Layers of different widths, and keys wider than values.
+LAYERS = (LayerGeometry(2, 8, 8), LayerGeometry(1, 16, 4), LayerGeometry(4, 8, 8))
+LAYOUT = BlockLayout(LAYERS, block_tokens=4, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def open_arena(blocks: int = 6, layout: BlockLayout = LAYOUT) -> tuple[Arena, BlockPool]:
+    arena = Arena(layout, blocks, CPU)
+    pool = BlockPool(blocks, arena.extent_blocks, arena)
+    return arena, pool
+
+
+def views(arena: Arena) -> list[torch.Tensor]:
+    return [*arena.keys, *arena.values]
+
+
+def test_every_value_of_every_layer_has_a_place_of_its_own() -> None:
+    arena, pool = open_arena()
+    pool.take(5)
+    for number, view in enumerate(views(arena)):
+        view.fill_(number)
+    for number, view in enumerate(views(arena)):
+        assert bool((view == number).all()), "two views overlap"
+    held = sum(view.numel() for view in views(arena))
+    assert held == 6 * LAYOUT.block_elements, "a block has values that belong to no view"
+    assert [tuple(k.shape) for k in arena.keys] == [(6, 4, 2, 8), (6, 4, 1, 16), (6, 4, 4, 8)]
+    assert tuple(arena.values[1].shape) == (6, 4, 1, 4)
+
+
+def test_one_copy_of_a_blocks_bytes_moves_all_layers() -> None:
+    arena, pool = open_arena()
+    pool.take(5)
+    for view in views(arena):
+        view.copy_(torch.randn(view.shape))
+    before = [view[2].clone() for view in views(arena)]
+    untouched = [view[[0, 1, 3, 5]].clone() for view in views(arena)]
+    size = LAYOUT.block_bytes
+    memory = arena.range.tensor()
+    memory[4 * size : 5 * size] = memory[2 * size : 3 * size]
+    assert all(torch.equal(view[4], old) for view, old in zip(views(arena), before, strict=True))
+    assert all(
+        torch.equal(view[[0, 1, 3, 5]], old)
+        for view, old in zip(views(arena), untouched, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_extents_are_whole_blocks_and_whole_pages(dtype: torch.dtype, heads: int) -> None:
+    layout = BlockLayout((LayerGeometry(heads, 24, 24),) * 5, block_tokens=16, dtype=dtype)
+    arena = Arena(layout, 10_000, CPU)
+    assert arena.extent_blocks * layout.block_bytes % 4096 == 0
+    assert arena.extent_blocks * layout.block_bytes <= EXTENT_BYTES
+    arena.close()
+
+
+def wide_arena() -> tuple[Arena, BlockPool]:
+    """Three extents and a bit."""
+    layout = BlockLayout((LayerGeometry(8, 128, 128),) * 8, block_tokens=16, dtype=torch.float32)
+    blocks = 3 * EXTENT_BYTES // layout.block_bytes + 5
+    return open_arena(blocks, layout)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_comes_with_use_and_goes_with_the_extent() -> None:
+    arena, pool = wide_arena()
+    start = resident_bytes()
+    blocks = pool.take(pool.free)
+    for view in views(arena):
+        view.fill_(1.0)
+    full = resident_bytes()
+    assert full - start > 3 * EXTENT_BYTES - (8 << 20)
+    assert arena.committed_bytes >= 3 * EXTENT_BYTES
+    pool.give(blocks)
+    assert pool.return_empty_extents() == 3
+    assert full - resident_bytes() > 2 * EXTENT_BYTES
+    assert arena.committed_bytes == EXTENT_BYTES
+    arena.close()
+
+
+def test_a_returned_extent_comes_back_at_the_same_place_and_empty() -> None:
+    arena, pool = wide_arena()
+    address = arena.keys[0].data_ptr()
+    blocks = pool.take(pool.free)
+    arena.keys[-1].fill_(7.0)
+    pool.give(blocks)
+    pool.return_empty_extents()
+    pool.take(pool.free)
+    assert arena.keys[0].data_ptr() == address
+    last = arena.blocks - 1
+    assert float(arena.keys[-1][last].abs().max()) == 0.0
+    assert float(arena.keys[-1][1].min()) == 7.0  # extent 0 is never returned
+    arena.close()
+
+
+def test_every_block_the_pool_hands_out_can_be_read_and_written() -> None:
+    """Memory without access rights would end the process here, so surviving it is the proof."""
+    arena, pool = wide_arena()
+    per_extent = arena.extent_blocks
+    first = pool.take(per_extent - 1)
+    second = pool.take(per_extent)
+    third = pool.take(per_extent)
+    pool.give(second)
+    pool.return_empty_extents()  # a hole between two extents in use
+    fourth = pool.take(2)
+    for block in (*first, *third, *fourth):
+        for view in views(arena):
+            view[block] += 1.0
+    pool.check()
+    arena.close()
