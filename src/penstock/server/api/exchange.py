@@ -79,6 +79,7 @@ class Exchange:
     status: int | None = None  # of the answer, once its headers are out
     record: dict[str, object] = field(default_factory=dict)  # for the access log
     _body_read: bool = False
+    _answered: bool = False  # to the last byte
 
     @property
     def path_params(self) -> Mapping[str, str]:
@@ -157,6 +158,8 @@ class Exchange:
             await asyncio.wait({task, gone, closing}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
+            if self._answered:  # whole; what is left is tidying up
+                return await task
             if gone.done():
                 raise ClientGone
             raise Overloaded("The server is shutting down.", retry_after_s=5)
@@ -196,6 +199,7 @@ class Exchange:
 
     async def write(self, content: bytes, *, more: bool = True) -> None:
         """Send a piece of the body; `more=False` ends the answer."""
+        self._answered = not more
         await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
 

@@ -11,144 +11,44 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping  # noqa: TC003 - the settings' types are read at run time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from penstock.config.parsers import (
+    Parser,
+    parse_boolean,
+    parse_choice,
+    parse_device,
+    parse_integer,
+    parse_limit,
+    parse_path,
+    parse_paths,
+    parse_seconds,
+    parse_size,
+    parse_text,
+    parse_texts,
+)
 from penstock.errors import PenstockError
 
-Parser = Callable[[object], Any]
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
-    **{letter: 1024**power for power, letter in enumerate("kmgt", start=1)},
-}
+__all__ = [
+    "CacheSettings",
+    "Config",
+    "ConfigError",
+    "MemorySettings",
+    "ModelSettings",
+    "ModelsSettings",
+    "ServerSettings",
+    "load",
+    "parse_limit",
+    "parse_size",
+]
 
 
 class ConfigError(PenstockError):
     """A setting that cannot be used; the message names it and where it stands."""
-
-
-# --- parsers: from a TOML value or from the text of a flag or variable -------------------------
-
-
-def parse_size(value: object) -> int:
-    """Bytes from a number or a text such as `512MiB`, `8 GB`, `1.5g`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise ValueError("a size is bytes, or a number with a unit such as 512MiB or 8GB")
-        size = int(float(match[1]) * unit)
-    if size < 0:
-        raise ValueError("a size is not negative")
-    return size
-
-
-def parse_limit(value: object) -> str:
-    """A memory limit, checked but kept as text: `auto`, a percentage such as `60%`, or a size."""
-    text = str(value).strip()
-    if text == "auto":
-        return text
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1])
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 100:
-            raise ValueError("a percentage lies above 0% and up to 100%")
-        return text
-    try:
-        return str(parse_size(value))
-    except ValueError:
-        raise ValueError(
-            "a limit is auto, a percentage such as 60%, or a size such as 8GiB"
-        ) from None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a text is expected")
-    return value
-
-
-def _integer(low: int, high: int | None = None) -> Parser:
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError("a whole number is expected")
-        try:
-            number = int(value)
-        except ValueError:
-            raise ValueError("a whole number is expected") from None
-        if number < low or (high is not None and number > high):
-            raise ValueError(
-                f"it must be at least {low}" + (f" and at most {high}" if high else "")
-            )
-        return number
-
-    return parse
-
-
-def _seconds(value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        raise ValueError("a number of seconds is expected") from None
-    if not 0 <= number < float("inf"):
-        raise ValueError("a number of seconds is not negative and not infinite")
-    return number
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in {"1", "true", "yes", "on"}:
-        return True
-    if word in {"0", "false", "no", "off"}:
-        return False
-    raise ValueError("true or false is expected")
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    raise ValueError("a list of texts is expected")
-
-
-def _path(value: object) -> Path:
-    return Path(_text(str(value) if isinstance(value, Path) else value)).expanduser().absolute()
-
-
-def _paths(value: object) -> tuple[Path, ...]:
-    if isinstance(value, Path):
-        return (_path(value),)
-    return tuple(_path(part) for part in _texts(value))
-
-
-def _choice(*words: str) -> Parser:
-    def parse(value: object) -> str:
-        if value not in words:
-            raise ValueError(f"it must be one of {', '.join(words)}")
-        return str(value)
-
-    return parse
-
-
-def _device(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise ValueError("it must be auto, cpu, cuda or cuda:N")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,35 +66,41 @@ class Knob:
 class ServerSettings:
     """`[server]`: the HTTP side."""
 
-    host: Annotated[str, Knob(_text, "address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Knob(_integer(0, 65535), "port to listen on; 0 takes a free one")] = 8000
-    api_keys: Annotated[tuple[str, ...], Knob(_texts, "keys that clients may use")] = ()
-    no_auth: Annotated[bool, Knob(_boolean, "allow a non-loopback address without a key")] = False
+    host: Annotated[str, Knob(parse_text, "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Knob(parse_integer(0, 65535), "port to listen on; 0 takes a free one")] = (
+        8000
+    )
+    api_keys: Annotated[tuple[str, ...], Knob(parse_texts, "keys that clients may use")] = ()
+    no_auth: Annotated[bool, Knob(parse_boolean, "allow a non-loopback address without a key")] = (
+        False
+    )
     hosts: Annotated[
-        tuple[str, ...], Knob(_texts, "further Host names accepted without a key")
+        tuple[str, ...], Knob(parse_texts, "further Host names accepted without a key")
     ] = ()
-    cors_origins: Annotated[tuple[str, ...], Knob(_texts, "web origins that may call the API")] = ()
+    cors_origins: Annotated[
+        tuple[str, ...], Knob(parse_texts, "web origins that may call the API")
+    ] = ()
     max_body: Annotated[int, Knob(parse_size, "largest request body")] = 32 << 20
     max_bodies: Annotated[int, Knob(parse_size, "bodies held at once, over all requests")] = (
         256 << 20
     )
-    max_choices: Annotated[int, Knob(_integer(1), "most answers to one request (n x prompts)")] = (
-        1024
-    )
+    max_choices: Annotated[
+        int, Knob(parse_integer(1), "most answers to one request (n x prompts)")
+    ] = 1024
     max_tokens_policy: Annotated[
-        str, Knob(_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused")
+        str, Knob(parse_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused")
     ] = "cut"
     keepalive_after_s: Annotated[
-        float, Knob(_seconds, "silence after which a stream says it lives")
+        float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
-    shutdown_grace_s: Annotated[float, Knob(_seconds, "time for running answers when stopped")] = (
-        5.0
-    )
+    shutdown_grace_s: Annotated[
+        float, Knob(parse_seconds, "time for running answers when stopped")
+    ] = 5.0
     log_level: Annotated[
-        str, Knob(_choice("debug", "info", "warning", "error"), "what is logged")
+        str, Knob(parse_choice("debug", "info", "warning", "error"), "what is logged")
     ] = "info"
     log_file: Annotated[
-        Path | None, Knob(_path, "JSON lines go here as well as to the terminal")
+        Path | None, Knob(parse_path, "JSON lines go here as well as to the terminal")
     ] = None
 
 
@@ -212,34 +118,37 @@ class MemorySettings:
 class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
-    dir: Annotated[Path, Knob(_path, "where cached KV is kept")]
+    dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """How a model runs: `[models]` for all of them, `[models.NAME]` for one."""
 
-    device: Annotated[str, Knob(_device, "auto, cpu, cuda or cuda:N")] = "auto"
+    device: Annotated[str, Knob(parse_device, "auto, cpu, cuda or cuda:N")] = "auto"
     dtype: Annotated[
         str,
-        Knob(_choice("auto", "float32", "bfloat16", "float16"), "number format of weights and KV"),
+        Knob(
+            parse_choice("auto", "float32", "bfloat16", "float16"),
+            "number format of weights and KV",
+        ),
     ] = "auto"
     max_context: Annotated[
-        int | None, Knob(_integer(1), "longest sequence, below the model's own")
+        int | None, Knob(parse_integer(1), "longest sequence, below the model's own")
     ] = None
     kv_bytes: Annotated[
         int | None, Knob(parse_size, "memory for KV; otherwise what the limit leaves")
     ] = None
-    step_tokens: Annotated[int, Knob(_integer(1), "most tokens computed in one step")] = 512
-    step_sequences: Annotated[int, Knob(_integer(1), "most sequences in one step")] = 64
+    step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 512
+    step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
     step_target_s: Annotated[
-        float | None, Knob(_seconds, "chunks shrink to keep a step near this")
+        float | None, Knob(parse_seconds, "chunks shrink to keep a step near this")
     ] = None
     threads: Annotated[
-        int | None, Knob(_integer(1), "CPU threads; otherwise the machine's cores")
+        int | None, Knob(parse_integer(1), "CPU threads; otherwise the machine's cores")
     ] = None
     trust_remote_code: Annotated[
-        bool, Knob(_boolean, "run Python code that a model folder brings")
+        bool, Knob(parse_boolean, "run Python code that a model folder brings")
     ] = False
 
 
@@ -247,12 +156,13 @@ class ModelSettings:
 class ModelsSettings(ModelSettings):
     """`[models]`: which models there are, and how all of them run."""
 
-    dirs: Annotated[tuple[Path, ...], Knob(_paths, "further folders with models")] = ()
+    dirs: Annotated[tuple[Path, ...], Knob(parse_paths, "further folders with models")] = ()
     default: Annotated[
-        str | None, Knob(_text, "loaded at start; answers requests that name no model")
+        str | None, Knob(parse_text, "loaded at start; answers requests that name no model")
     ] = None
     hf_cache: Annotated[
-        Path | None, Knob(_path, "a Hugging Face cache to look into; otherwise its own default")
+        Path | None,
+        Knob(parse_path, "a Hugging Face cache to look into; otherwise its own default"),
     ] = None
     named: Mapping[str, ModelSettings] = field(default_factory=dict)
 
