@@ -9,7 +9,7 @@ prompt of a new reference, so that a tie hides nothing that follows it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.kv.arena import Arena
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.loading import load_engine
+from penstock.worker.loading import BLOCK_TOKENS, load_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,6 +94,7 @@ class Tally:
 
     tokens: int = 0
     ties: int = 0
+    preemptions: int = 0  # of the run that was compared
 
     def compare(self, reference: Reference, prompt: list[int], tokens: list[int]) -> None:
         """Raise `Mismatch` unless `tokens` are what the reference answers to `prompt`."""
@@ -113,26 +114,63 @@ class Tally:
             return
 
 
-def start_engine(
-    folder: Path,
-    *,
-    step_tokens: int = 512,
-    step_sequences: int = 6,
-    kv_bytes: int = 1 << 30,
-    threads: int | None = None,
-) -> GenerateEngine:
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way of running the same requests; none may change a token."""
+
+    name: str
+    step_tokens: int = 512
+    step_sequences: int = 24
+    alone: bool = False  # one request after the other
+    arrive_every: int = 0  # steps between two arrivals; 0: all at once
+    pool_tokens: int | None = None  # so little KV that running requests must give way
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MODES = (
+    Mode("alone", alone=True),
+    Mode("at-once-chunks-of-512"),
+    Mode("chunks-of-64", step_tokens=64),
+    Mode("chunks-of-7", step_tokens=7, step_sequences=4),
+    Mode("arrivals", step_tokens=64, arrive_every=5),
+)
+
+
+def start_engine(folder: Path, mode: Mode, kv_bytes: int = 1 << 30) -> GenerateEngine:
     """The real engine over a folder, float32 on CPU."""
+    if mode.pool_tokens is not None:
+        roomy = start_engine(folder, replace(mode, pool_tokens=None), kv_bytes)
+        kv_bytes = roomy.ready().kv_bytes_per_token * (mode.pool_tokens + BLOCK_TOKENS)
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
         device="cpu",
         dtype="float32",
         kv_bytes=kv_bytes,
-        step_tokens=step_tokens,
-        step_sequences=step_sequences,
-        threads=threads,
+        step_tokens=mode.step_tokens,
+        step_sequences=mode.step_sequences,
     )
     return load_engine(spec, lambda _phase, _done, _total: None)
+
+
+def compare_mode(
+    reference: Reference, folder: Path, mode: Mode, prompts: Sequence[list[int]], count: int
+) -> Tally:
+    """Run `prompts` in a mode over poisoned memory; raises `Mismatch`."""
+    tally = Tally()
+    with poisoned_blocks():
+        engine = start_engine(folder, mode)
+        if mode.alone:
+            answers = [run(engine, [prompt], count)[0] for prompt in prompts]
+        else:
+            answers = run(engine, prompts, count, arrive_every=mode.arrive_every)
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert len(tokens) == count
+        tally.compare(reference, prompt, tokens)
+    tally.preemptions = engine.status().preemptions
+    return tally
 
 
 def run(
@@ -156,11 +194,6 @@ def run(
         engine.check()
         steps += 1
     return answers
-
-
-def run_alone(engine: GenerateEngine, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The same, one prompt after the other."""
-    return [run(engine, [prompt], count)[0] for prompt in prompts]
 
 
 @contextmanager

@@ -150,6 +150,7 @@ def _stored_model(spec: LoadSpec, config: PretrainedConfig, dtype: torch.dtype) 
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with their names
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         # Older model code looks its attention up in a table of its own.
@@ -159,14 +160,23 @@ def _stored_model(spec: LoadSpec, config: PretrainedConfig, dtype: torch.dtype) 
                 "own, which penstock cannot page."
             ) from error
         raise ModelUnusable(f"{spec.name} cannot be loaded: {error}") from error
-    # transformers would fill these with random numbers and only warn.
-    for what in ("missing_keys", "mismatched_keys"):
-        if names := sorted(str(name) for name in report.get(what, ())):
-            raise ModelUnusable(
-                f"{spec.name}: {len(names)} weights have {what.split('_')[0]} values in its "
-                f"safetensors files, the first is {names[0]}: pull the model again."
-            )
+    _refuse_incomplete(spec.name, report)
     return model
+
+
+def _refuse_incomplete(name: str, report: dict[str, Any]) -> None:
+    """transformers fills what it does not find, or cannot use, with random numbers."""
+    if missing := sorted(report["missing_keys"]):
+        raise ModelUnusable(
+            f"{name}: {len(missing)} weights are missing from its safetensors files, the first "
+            f"is {missing[0]}: pull the model again."
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        weight, stored, expected = mismatched[0]
+        raise ModelUnusable(
+            f"{name}: {len(mismatched)} weights have another shape than config.json asks for, the "
+            f"first is {weight}: {list(stored)} instead of {list(expected)}."
+        )
 
 
 def _random_model(
