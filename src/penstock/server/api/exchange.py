@@ -111,14 +111,15 @@ class Exchange:
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
+                more = message.get("more_body", False)
                 if held + len(chunk) > budget.limit_bytes:
                     chunks.clear()
-                    await self._discard(0)
+                    if more:
+                        await self._discard(0)
                     raise budget.too_large()
                 budget.take(len(chunk))
                 held += len(chunk)
                 chunks.append(chunk)
-                more = message.get("more_body", False)
             self._body_read = True
             yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
         finally:
