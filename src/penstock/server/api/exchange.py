@@ -121,7 +121,9 @@ class Exchange:
                 held += len(chunk)
                 chunks.append(chunk)
             self._body_read = True
-            yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            content = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            chunks.clear()  # held once, as it is booked
+            yield content
         finally:
             budget.give(held)
 
@@ -131,13 +133,13 @@ class Exchange:
         A connection closed with data on its way loses the answer: the client sees a reset. What
         is far larger than allowed, or waits to be told to go on, is not read all the same.
         """
-        left = self.budget.limit_bytes
-        if expected > 2 * left or self.header(b"expect") is not None:
+        left = 2 * self.budget.limit_bytes
+        if expected > left or self.header(b"expect") is not None:
             return
         try:
             async with asyncio.timeout(_DISCARD_S):
                 more = True
-                while more and left > -self.budget.limit_bytes:
+                while more and left > 0:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
