@@ -29,11 +29,12 @@ from penstock.worker.models import attention
 from penstock.worker.models.kernels.interface import Masking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from penstock.worker.engine.generate import GenerateEngine
     from penstock.worker.scheduling.scheduler import Plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((1, 17, 40, 90))]
 NEW_TOKENS = 24
@@ -47,13 +48,9 @@ SHORT_MODES = (
 
 
 @pytest.fixture(autouse=True)
-def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread (a tiny operation is not worth waking another), and extents of a few blocks."""
+def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents of a few blocks, so that a tiny arena has many."""
     monkeypatch.setattr(arena, "EXTENT_BYTES", 1 << 14)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class TinyModels:
