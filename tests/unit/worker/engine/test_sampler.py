@@ -200,6 +200,7 @@ def test_bias_moves_and_forbids() -> None:
 def test_no_stop_token_before_min_tokens() -> None:
     assert pick([1], stop=[0, 6], min_tokens=2, temperature=0) == 1
     assert pick([1, 1], stop=[0, 6], min_tokens=2, temperature=0) == 0
+    assert pick([1, 1], stop=[0, 6], min_tokens=2, temperature=0, logit_bias={3: 0.1}) == 0
     rows = [sequence([1], stop=[0, 6], min_tokens=2, temperature=1.0, seed=s) for s in range(300)]
     assert not {0, 6}.intersection(sample(LOGITS.expand(300, -1).clone(), rows).tokens)
 
