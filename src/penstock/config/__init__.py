@@ -143,7 +143,7 @@ class ModelSettings:
     step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
     step_target_s: Annotated[
         float | None, Knob(parse_seconds, "chunks shrink to keep a step near this")
-    ] = None
+    ] = 0.2
     threads: Annotated[
         int | None, Knob(parse_integer(1), "CPU threads; otherwise the machine's cores")
     ] = None

@@ -20,7 +20,7 @@ from penstock.wire import Ready
 from penstock.worker.engine.generate import GenerateEngine
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
-from penstock.worker.models import attention, verify, weights
+from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
     model = _load_model(spec, config, dtype, device, progress)
+    kernels = kernels_for(device, dtype)
+    kernels.adopt(model)
     text = config.get_text_config()
     geometry = verify.probe(model, text)
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
@@ -67,7 +69,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     runner = Runner(
         model,
         Arena(layout, blocks, device),
-        kernels_for(device, dtype),
+        kernels,
         _windows(text),
         {layer: slot for slot, layer in enumerate(geometry)},
     )
@@ -133,8 +135,7 @@ def _load_model(
         model = _random_model(config, dtype, device, seed)
     else:
         model = _stored_model(spec, config, dtype)
-    model = model.to(device).eval()
-    weights.pack_linears(model)
+    model = model.to(device).eval().requires_grad_(False)
     progress("weights", total, total)
     return model
 

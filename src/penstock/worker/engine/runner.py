@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.worker.engine.batch import Batch
     from penstock.worker.kv.arena import Arena
-    from penstock.worker.models.kernels.interface import AttentionKernels
+    from penstock.worker.models.kernels.interface import Kernels
 
 
 class Runner:
@@ -24,7 +24,7 @@ class Runner:
         self,
         model: PreTrainedModel,
         arena: Arena,
-        kernels: AttentionKernels,
+        kernels: Kernels,
         windows: tuple[int | None, ...],
         slots: dict[int, int],
     ) -> None:

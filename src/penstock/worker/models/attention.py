@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from penstock.worker.kv.arena import LayerGeometry
 from penstock.worker.models.kernels import reference
-from penstock.worker.models.kernels.interface import AttentionKernels, Masking
+from penstock.worker.models.kernels.interface import Kernels, Masking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ class PagedStep:
 
     batch: Batch
     arena: Arena
-    kernels: AttentionKernels
+    kernels: Kernels
     windows: tuple[int | None, ...]  # per layer, where the model itself passes none
     slots: dict[int, int]  # the model's layer index -> the arena's
 

@@ -9,10 +9,10 @@ import torch
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
-    from penstock.worker.models.kernels.interface import AttentionKernels
+    from penstock.worker.models.kernels.interface import Kernels
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> AttentionKernels:
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The best kernels for a device and a type of KV."""
     if device.type == "cpu" and dtype == torch.float32:
         from penstock.worker.models.kernels.cpu import CpuKernels

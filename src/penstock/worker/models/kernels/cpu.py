@@ -1,41 +1,45 @@
-"""Decode attention on CPUs: reads the arena in place, one pass, no gather.
+"""What a CPU does better than torch's own operators: a few rows at a time.
 
-Compiled by Numba once per machine and kept in its cache. It runs on plain threads rather than
-Numba's own pool: a second pool beside torch's would spin against it on the same cores.
+Decode attention reads the arena in place, in one pass, without gathering blocks. Products of a
+few rows with a weight read the weight once, where a general matrix product copies it into its own
+layout at every call. Both are compiled by Numba once per machine and kept in its cache, and run
+on the OpenMP threads that torch has already started: `omp` finds torch's library loaded.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from penstock.worker.engine.batch import Batch
     from penstock.worker.models.kernels.interface import Masking
 
-# Work below this many (head, token) pairs is not worth waking another thread for.
-_PAIRS_PER_THREAD = 8192
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 
 class CpuKernels(ReferenceKernels):
     """float32 decode by Numba; chunks go through torch, whose matrix products are better there."""
 
     def __init__(self) -> None:
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "attention")
         self._flat: dict[int, NDArray[np.float32]] = {}
-        self._warm_up()
+        _warm_up(torch.get_num_threads())
+
+    def adopt(self, model: nn.Module) -> None:
+        """Send products of a few rows to our kernel; weights stay where they are."""
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                # A subclass computes something else; the kernel takes weights in whole tiles.
+                if type(child) is nn.Linear and child.out_features % _TILE == 0:
+                    setattr(parent, name, FewRowsLinear(child))
 
     def decode(
         self,
@@ -46,30 +50,17 @@ class CpuKernels(ReferenceKernels):
         masking: Masking,
         out: Tensor,
     ) -> None:
-        heads, kv_heads = rows.shape[1], keys.shape[2]
-        contexts = batch.decode_contexts.numpy()
-        arguments: tuple[Any, ...] = (
+        _decode(
             rows.contiguous().numpy(),
             self._arena(keys),
             (keys.storage_offset(), values.storage_offset(), keys.stride(0)),
-            (keys.shape[1], kv_heads, values.shape[3]),
+            (keys.shape[1], keys.shape[2], values.shape[3]),
             batch.decode_tables.numpy(),
-            contexts,
+            batch.decode_contexts.numpy(),
             (masking.scale, masking.window or 0, masking.softcap or 0.0),
             _NO_SINKS if masking.sinks is None else masking.sinks.float().numpy(),
             out.numpy(),
         )
-        items = rows.shape[0] * kv_heads
-        pairs = int(contexts.sum()) * heads
-        parts = max(1, min(self._threads, items, pairs // _PAIRS_PER_THREAD))
-        edges = [items * part // parts for part in range(parts + 1)]
-        others = [
-            self._pool.submit(partial(_decode, *arguments, first, last))
-            for first, last in pairwise(edges[1:])
-        ]
-        _decode(*arguments, edges[0], edges[1])
-        for other in others:
-            other.result()
 
     def _arena(self, view: Tensor) -> NDArray[np.float32]:
         """The whole arena as one flat array: contiguous, so that loops over it vectorise."""
@@ -80,43 +71,123 @@ class CpuKernels(ReferenceKernels):
             self._flat = {storage.data_ptr(): flat}
         return flat
 
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, before anybody waits and before memory is capped."""
-        one = np.zeros((1, 1, 8), np.float32)
-        table, context = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-        flat = np.zeros(16, np.float32)
-        shapes = ((0, 8, 16), (1, 1, 8), table, context, (1.0, 0, 0.0))
-        _decode(one, flat, *shapes, _NO_SINKS, np.empty_like(one), 0, 1)
+
+class FewRowsLinear(nn.Module):
+    """A linear layer that shares its weight with the plain one it replaces.
+
+    A decode step multiplies each weight with one row per running request. torch's product is good
+    for one or two rows and for many, and poor between.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = plain.in_features
+        self.out_features = plain.out_features
+        self.weight = plain.weight
+        self.bias = plain.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`rows` [..., in] times the weight."""
+        count = rows.numel() // self.in_features
+        if count not in _FEW:
+            return nn.functional.linear(rows, self.weight, self.bias)
+        answer = few_rows(rows.reshape(count, self.in_features), self.weight)
+        if self.bias is not None:
+            answer = answer + self.bias
+        return answer.view(*rows.shape[:-1], self.out_features)
+
+
+def few_rows(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows` [M, in] times `weight` [out, in] transposed, float32: for 3 to about 48 rows."""
+    count = rows.shape[0]
+    padded = -(-count // _TILE) * _TILE
+    if padded != count or not rows.is_contiguous():
+        rows = nn.functional.pad(rows, (0, 0, 0, padded - count)).contiguous()
+    out = rows.new_empty(padded, weight.shape[0])
+    _few_rows(rows.numpy(), weight.numpy(), out.numpy(), numba.get_num_threads())
+    return out[:count]
+
+
+def _warm_up(threads: int) -> None:
+    """Compile, or load from the cache, before anybody waits and before memory is capped."""
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    one = np.zeros((1, 1, 8), np.float32)
+    table, context = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    flat = np.zeros(16, np.float32)
+    shapes = ((0, 8, 16), (1, 1, 8), table, context, (1.0, 0, 0.0))
+    _decode(one, flat, *shapes, _NO_SINKS, np.empty_like(one))
+    few_rows(torch.zeros(_TILE, 8), torch.zeros(_TILE, 8))
 
 
 _NO_SINKS = np.zeros(0, np.float32)
 
 
+_FEW = range(3, 49)  # rows; measured: below and above torch is as good
+_TILE = 4  # rows and weights of one tile: 16 sums stay in registers
+
+
 def _compiled(function: Any) -> Any:
-    return numba.njit(function, fastmath=True, nogil=True, cache=True)
+    return numba.njit(function, fastmath=True, nogil=True, cache=True, parallel=True)
 
 
 @_compiled
-def _decode(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0913, PLR0912
-    rows, arena, offsets, sizes, tables, contexts, shaping, sinks, out, first, last
+def _few_rows(rows, weight, out, parts):  # type: ignore[no-untyped-def]
+    """Each part takes a share of the weight, in tiles of four weight rows by four rows."""
+    count, width = rows.shape
+    groups = weight.shape[0] // 4
+    for part in numba.prange(parts):
+        for group in range(groups * part // parts, groups * (part + 1) // parts):
+            n = group * 4
+            w0, w1, w2, w3 = weight[n], weight[n + 1], weight[n + 2], weight[n + 3]
+            for m in range(0, count, 4):
+                x0, x1, x2, x3 = rows[m], rows[m + 1], rows[m + 2], rows[m + 3]
+                zero = np.float32(0.0)
+                s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = zero
+                s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = zero
+                for k in range(width):
+                    a, b, c, d = x0[k], x1[k], x2[k], x3[k]
+                    e, f, g, h = w0[k], w1[k], w2[k], w3[k]
+                    s00 += a * e
+                    s01 += a * f
+                    s02 += a * g
+                    s03 += a * h
+                    s10 += b * e
+                    s11 += b * f
+                    s12 += b * g
+                    s13 += b * h
+                    s20 += c * e
+                    s21 += c * f
+                    s22 += c * g
+                    s23 += c * h
+                    s30 += d * e
+                    s31 += d * f
+                    s32 += d * g
+                    s33 += d * h
+                out[m, n], out[m, n + 1], out[m, n + 2], out[m, n + 3] = s00, s01, s02, s03
+                m1, m2, m3 = m + 1, m + 2, m + 3
+                out[m1, n], out[m1, n + 1], out[m1, n + 2], out[m1, n + 3] = s10, s11, s12, s13
+                out[m2, n], out[m2, n + 1], out[m2, n + 2], out[m2, n + 3] = s20, s21, s22, s23
+                out[m3, n], out[m3, n + 1], out[m3, n + 2], out[m3, n + 3] = s30, s31, s32, s33
+
+
+@_compiled
+def _decode(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0913
+    rows, arena, offsets, sizes, tables, contexts, shaping, sinks, out
 ):
-    """Items `first .. last` of (sequence, KV head): one pass, rescaled as the maximum grows."""
+    """Softmax over each (sequence, KV head) in one pass, rescaled as the maximum grows."""
     key_offset, value_offset, block_stride = offsets
     block_tokens, kv_heads, value_dim = sizes
     scale, window, softcap = np.float32(shaping[0]), shaping[1], np.float32(shaping[2])
     key_dim = rows.shape[2]
     group = rows.shape[1] // kv_heads
-    scores = np.empty((group, block_tokens), np.float32)
-    best = np.empty(group, np.float32)
-    total = np.empty(group, np.float32)
-    sums = np.empty((group, value_dim), np.float32)
-    for item in range(first, last):
+    for item in numba.prange(rows.shape[0] * kv_heads):
+        scores = np.empty((group, block_tokens), np.float32)
+        best = np.full(group, -np.inf, np.float32)
+        total = np.zeros(group, np.float32)
+        sums = np.zeros((group, value_dim), np.float32)
         sequence, kv_head = item // kv_heads, item % kv_heads
         context = contexts[sequence]
         start = max(0, context - window) if window > 0 else 0
-        best[:] = -np.inf
-        total[:] = 0.0
-        sums[:] = 0.0
         for block in range(start // block_tokens, (context + block_tokens - 1) // block_tokens):
             base = np.int64(tables[sequence, block]) * block_stride
             low = max(0, start - block * block_tokens)

@@ -1,4 +1,4 @@
-"""What a set of attention kernels does: one per kind of device, all over the same arena."""
+"""What a set of kernels does: one per kind of device, all over the same arena."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from penstock.worker.engine.batch import Batch, Span
 
@@ -21,8 +22,11 @@ class Masking:
     sinks: Tensor | None = None  # [heads]: a logit that takes weight and gives no value
 
 
-class AttentionKernels(Protocol):
-    """Attention of rows over blocks; the rows' own KV is already written."""
+class Kernels(Protocol):
+    """Attention of rows over blocks, whose own KV is already written; and what a model lacks."""
+
+    def adopt(self, model: Module) -> None:
+        """Put the kernels' own parts into a loaded model."""
 
     def decode(
         self,

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from penstock.worker.engine.batch import Batch, Span
     from penstock.worker.models.kernels.interface import Masking
 
@@ -21,6 +23,9 @@ _TILE_ELEMENTS = 4 << 20
 
 class ReferenceKernels:
     """One sequence after the other, each over exactly its own tokens."""
+
+    def adopt(self, model: Module) -> None:
+        """The model's own parts are good enough here."""
 
     def decode(
         self,
