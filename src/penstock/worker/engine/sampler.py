@@ -140,7 +140,9 @@ def _draw(rows: Tensor, sequences: list[Sequence]) -> Tensor:
     # Strictly below the total, so that rounding never falls past the last possible token.
     total = cumulative[:, -1:]
     targets = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    # A row of NaN finds no place. An id past the vocabulary would end the others' next step too.
+    return found.clamp_(max=rows.shape[1] - 1)
 
 
 def _keep_top_k(probabilities: Tensor, counts: list[int]) -> None:

@@ -161,6 +161,16 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
     assert set(draws(500, logits, temperature=2.0)) == {2}
 
 
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_leaves_the_others_alone() -> None:
+    logits = LOGITS.expand(3, -1).clone()
+    logits[1] = float("nan")
+    rows = [sequence(temperature=1.0, seed=seed, top_p=0.9) for seed in range(3)]
+    alone = [sample(LOGITS.clone(), [row]).tokens[0] for row in rows]
+    tokens = sample(logits, rows).tokens
+    assert 0 <= tokens[1] < VOCABULARY
+    assert (tokens[0], tokens[2]) == (alone[0], alone[2])
+
+
 def test_repetition_penalty_equals_transformers() -> None:
     prompt, output = [4, 0], [6, 6, 5]
     theirs = RepetitionPenaltyLogitsProcessor(2.5)(torch.tensor([prompt + output]), LOGITS.clone())
