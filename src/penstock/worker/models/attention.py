@@ -91,8 +91,7 @@ def _attention(  # noqa: PLR0913 - transformers' own signature
     slot = step.slots[layer]
     batch = step.batch
     key_blocks, value_blocks = step.arena.keys[slot], step.arena.values[slot]
-    key_blocks[batch.write_blocks, batch.write_slots] = keys
-    value_blocks[batch.write_blocks, batch.write_slots] = values
+    step.kernels.store(keys, values, key_blocks, value_blocks, batch)
     out = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[2])
     if batch.decodes:
         step.kernels.decode(rows[: batch.decodes], key_blocks, value_blocks, batch, masking, out)

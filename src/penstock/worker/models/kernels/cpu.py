@@ -41,6 +41,18 @@ class CpuKernels(ReferenceKernels):
                 if type(child) is nn.Linear and child.out_features % _TILE == 0:
                     setattr(parent, name, FewRowsLinear(child))
 
+    def store(
+        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
+    ) -> None:
+        _store(
+            new_keys.flatten(1).contiguous().numpy(),
+            new_values.flatten(1).contiguous().numpy(),
+            self._arena(keys),
+            (keys.storage_offset(), values.storage_offset(), keys.stride(0)),
+            batch.write_blocks.numpy(),
+            batch.write_slots.numpy(),
+        )
+
     def decode(
         self,
         rows: Tensor,
@@ -116,6 +128,7 @@ def _warm_up(threads: int) -> None:
     flat = np.zeros(16, np.float32)
     shapes = ((0, 8, 16), (1, 1, 8), table, context, (1.0, 0, 0.0))
     _decode(one, flat, *shapes, _NO_SINKS, np.empty_like(one))
+    _store(one[0], one[0], flat, (0, 8, 16), np.zeros(1, np.int64), np.zeros(1, np.int64))
     few_rows(torch.zeros(_TILE, 8), torch.zeros(_TILE, 8))
 
 
@@ -128,6 +141,18 @@ _TILE = 4  # rows and weights of one tile: 16 sums stay in registers
 
 def _compiled(function: Any) -> Any:
     return numba.njit(function, fastmath=True, nogil=True, cache=True, parallel=True)
+
+
+@_compiled
+def _store(keys, values, arena, offsets, blocks, slots):  # type: ignore[no-untyped-def]
+    """Copy each row's keys and values to its slot."""
+    key_offset, value_offset, block_stride = offsets
+    for row in numba.prange(blocks.shape[0]):
+        base = blocks[row] * block_stride
+        at = base + key_offset + slots[row] * keys.shape[1]
+        arena[at : at + keys.shape[1]] = keys[row]
+        at = base + value_offset + slots[row] * values.shape[1]
+        arena[at : at + values.shape[1]] = values[row]
 
 
 @_compiled
@@ -192,31 +217,40 @@ def _decode(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0913
             base = np.int64(tables[sequence, block]) * block_stride
             low = max(0, start - block * block_tokens)
             high = min(block_tokens, context - block * block_tokens)
-            for member in range(group):
-                query = rows[sequence, kv_head * group + member]
-                peak = best[member]
-                for slot in range(low, high):
-                    at = base + key_offset + (slot * kv_heads + kv_head) * key_dim
+            # Slices, not sums of indices: with those the compiler cannot vectorise.
+            for slot in range(low, high):
+                at = base + key_offset + (slot * kv_heads + kv_head) * key_dim
+                key = arena[at : at + key_dim]
+                for member in range(group):
+                    query = rows[sequence, kv_head * group + member]
                     score = np.float32(0.0)
                     for i in range(key_dim):
-                        score += query[i] * arena[at + i]
+                        score += query[i] * key[i]
                     score *= scale
                     if softcap > 0.0:
                         score = np.tanh(score / softcap) * softcap
                     scores[member, slot] = score
-                    peak = max(peak, score)
-                if peak > best[member]:
-                    shrink = np.exp(best[member] - peak)
-                    total[member] *= shrink
-                    for i in range(value_dim):
-                        sums[member, i] *= shrink
-                    best[member] = peak
+            for member in range(group):
+                peak = best[member]
+                for slot in range(low, high):
+                    peak = max(peak, scores[member, slot])
+                shrink = np.exp(best[member] - peak)
+                best[member] = peak
+                subtotal = total[member] * shrink
+                for i in range(value_dim):
+                    sums[member, i] *= shrink
                 for slot in range(low, high):
                     weight = np.exp(scores[member, slot] - peak)
-                    total[member] += weight
-                    at = base + value_offset + (slot * kv_heads + kv_head) * value_dim
+                    scores[member, slot] = weight
+                    subtotal += weight
+                total[member] = subtotal
+            for slot in range(low, high):
+                at = base + value_offset + (slot * kv_heads + kv_head) * value_dim
+                value = arena[at : at + value_dim]
+                for member in range(group):
+                    weight = scores[member, slot]
                     for i in range(value_dim):
-                        sums[member, i] += weight * arena[at + i]
+                        sums[member, i] += weight * value[i]
         for member in range(group):
             head = kv_head * group + member
             weight = total[member]

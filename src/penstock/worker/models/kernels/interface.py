@@ -23,10 +23,15 @@ class Masking:
 
 
 class Kernels(Protocol):
-    """Attention of rows over blocks, whose own KV is already written; and what a model lacks."""
+    """KV of rows into blocks, attention of rows over blocks, and what else a model gains."""
 
     def adopt(self, model: Module) -> None:
         """Put the kernels' own parts into a loaded model."""
+
+    def store(
+        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
+    ) -> None:
+        """Write the rows' own KV, [T, kv_heads, dim], to their places in the arena."""
 
     def decode(
         self,

@@ -27,6 +27,12 @@ class ReferenceKernels:
     def adopt(self, model: Module) -> None:
         """The model's own parts are good enough here."""
 
+    def store(
+        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
+    ) -> None:
+        keys[batch.write_blocks, batch.write_slots] = new_keys
+        values[batch.write_blocks, batch.write_slots] = new_values
+
     def decode(
         self,
         rows: Tensor,
