@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.worker.models.kernels.reference import ReferenceKernels
+from penstock.worker.models.kernels.reference import ReferenceKernels, gather
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.worker.engine.batch import Batch
+    from penstock.worker.engine.batch import Batch, Span
     from penstock.worker.models.kernels.interface import Masking
 
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
@@ -74,6 +74,21 @@ class CpuKernels(ReferenceKernels):
             out.numpy(),
         )
 
+    def chunk(
+        self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
+    ) -> None:
+        past = span.context - span.count
+        windowed = masking.window is not None and masking.window < span.context
+        if past == 0 or windowed or masking.softcap is not None or masking.sinks is not None:
+            super().chunk(rows, keys, values, span, masking, out)
+            return
+        seen_keys, seen_values = (
+            gather(blocks, span.table, span.context).transpose(0, 1) for blocks in (keys, values)
+        )
+        end = span.row + span.count
+        answer = _past_and_own(rows[span.row : end], seen_keys, seen_values, past, masking.scale)
+        out[span.row : end] = answer
+
     def _arena(self, view: Tensor) -> NDArray[np.float32]:
         """The whole arena as one flat array: contiguous, so that loops over it vectorise."""
         storage = view.untyped_storage()
@@ -82,6 +97,27 @@ class CpuKernels(ReferenceKernels):
             flat = torch.empty(0, dtype=view.dtype).set_(storage).numpy()
             self._flat = {storage.data_ptr(): flat}
         return flat
+
+
+def _past_and_own(rows: Tensor, keys: Tensor, values: Tensor, past: int, scale: float) -> Tensor:
+    """A chunk's attention as two without a mask, which is twice as quick as one with it.
+
+    All rows see all of the past; among themselves they are causal. The two answers are weighed by
+    the sums of their exponentials, whose logarithms the operator returns.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    count, heads, _ = rows.shape
+    kv_heads = keys.shape[0]
+    queries = rows.transpose(0, 1)[None]  # [1, heads, T, d]: heads of one group are neighbours
+    grouped = queries.reshape(1, kv_heads, -1, rows.shape[2])
+    old, old_sums = attend(grouped, keys[None, :, :past], values[None, :, :past], scale=scale)
+    own_keys, own_values = (
+        part[:, past:].repeat_interleave(heads // kv_heads, dim=0)[None] for part in (keys, values)
+    )
+    own, own_sums = attend(queries, own_keys, own_values, is_causal=True, scale=scale)
+    share = torch.sigmoid(old_sums.reshape(1, heads, count) - own_sums)[..., None]
+    answer: Tensor = own + share * (old.reshape(own.shape) - own)
+    return answer[0].transpose(0, 1)
 
 
 class FewRowsLinear(nn.Module):

@@ -45,14 +45,14 @@ class ReferenceKernels:
         size = keys.shape[1]
         for index, context in enumerate(batch.decode_contexts.tolist()):
             table = batch.decode_tables[index, : -(-context // size)].long()
-            seen_keys, seen_values = (_gather(b, table, context) for b in (keys, values))
+            seen_keys, seen_values = (gather(b, table, context) for b in (keys, values))
             out[index] = attend(rows[index : index + 1], seen_keys, seen_values, masking)[0]
 
     def chunk(
         self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
     ) -> None:
         end = span.row + span.count
-        seen_keys, seen_values = (_gather(b, span.table, span.context) for b in (keys, values))
+        seen_keys, seen_values = (gather(b, span.table, span.context) for b in (keys, values))
         out[span.row : end] = attend(rows[span.row : end], seen_keys, seen_values, masking)
 
 
@@ -84,7 +84,8 @@ def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tens
     return torch.cat(pieces, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _gather(blocks: Tensor, table: Tensor, context: int) -> Tensor:
+def gather(blocks: Tensor, table: Tensor, context: int) -> Tensor:
+    """The blocks of a table side by side, cut to the context: [context, kv_heads, dim]."""
     return blocks[table].flatten(0, 1)[:context]
 
 
