@@ -38,21 +38,21 @@ def main() -> None:
     engine = load_engine(spec, lambda *_: None)
     figures: dict[str, Any] = {}
     for streams in (1, 8):
-        prompts = _prompts(streams, PROMPT, peer.config.vocab_size)
+        batch = prompts(streams, PROMPT, peer.config.vocab_size)
         ours, theirs, host = [], [], []
         for _ in range(options.rounds):
-            rate, host_ms = _our_decode(engine, prompts)
+            rate, host_ms = _our_decode(engine, batch)
             ours.append(rate)
             host.append(host_ms)
-            theirs.append(_their_decode(peer, prompts))
+            theirs.append(_their_decode(peer, batch))
         figures[f"decode_{streams}"] = _compare(ours, theirs)
         figures[f"decode_{streams}"]["host_ms_per_step"] = round(min(host), 2)
     for tokens in (512, 1500):
-        prompts = _prompts(1, tokens, peer.config.vocab_size)
+        (prompt,) = prompts(1, tokens, peer.config.vocab_size)
         ours, theirs = [], []
-        for _ in range(options.rounds):
-            ours.append(_our_prefill(engine, prompts[0]))
-            theirs.append(_their_prefill(peer, prompts[0]))
+        for _ in range(2 * options.rounds):
+            ours.append(_our_prefill(engine, prompt))
+            theirs.append(_their_prefill(peer, prompt))
         figures[f"prefill_{tokens}"] = _compare(ours, theirs)
     record("engine", figures)
 
@@ -65,14 +65,15 @@ def _compare(ours: list[float], theirs: list[float]) -> dict[str, float]:
     }
 
 
-def _prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
+def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
+    """Random prompts, the same at every call."""
     chance = random.Random(count)
     return [[chance.randrange(100, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
-def _our_decode(engine: Any, prompts: list[list[int]]) -> tuple[float, float]:
+def _our_decode(engine: Any, batch: list[list[int]]) -> tuple[float, float]:
     """Tokens per second once every stream decodes; milliseconds of a step outside the forward."""
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(batch):
         engine.submit(Submit(number, list(prompt), NEW, Sampling(temperature=0)))
     tokens, seconds, host = 0, 0.0, []
     while engine.has_work():
@@ -80,31 +81,32 @@ def _our_decode(engine: Any, prompts: list[list[int]]) -> tuple[float, float]:
         outputs = engine.step()
         elapsed = time.perf_counter() - started
         status = engine.status()
-        if status.step_tokens == len(prompts):
+        if status.step_tokens == len(batch):
             tokens += sum(len(output.tokens) for output in outputs)
             seconds += elapsed
             host.append(status.host_s)
     return tokens / seconds, 1e3 * sorted(host)[len(host) // 2]
 
 
-def _their_decode(model: Any, prompts: list[list[int]]) -> float:
+def _their_decode(model: Any, batch: list[list[int]]) -> float:
     """The same from `generate`: a long run less the run that only prefills."""
-    ids = torch.tensor(prompts)
-    mask = torch.ones_like(ids)
+    seconds = generate(model, batch, NEW) - generate(model, batch, 1)
+    return (NEW - 1) * len(batch) / seconds
 
-    def seconds(new: int) -> float:
-        started = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return time.perf_counter() - started
 
-    return (NEW - 1) * len(prompts) / (seconds(NEW) - seconds(1))
+def generate(model: Any, batch: list[list[int]], new: int) -> float:
+    """Seconds that transformers takes for `new` greedy tokens to each prompt."""
+    ids = torch.tensor(batch)
+    started = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return time.perf_counter() - started
 
 
 def _our_prefill(engine: Any, prompt: list[int]) -> float:

@@ -25,7 +25,8 @@ class StepPacer:
             return None  # nobody waits for this step but the prompt itself
         if self._token_s == 0.0:
             return self._floor  # not measured yet: learn from a small step
-        room_s = self._target_s - self._base_s
+        # Where decoding alone comes near the target, a prompt still gets half of the time.
+        room_s = max(self._target_s - self._base_s, self._base_s)
         return max(self._floor, int(room_s / self._token_s))
 
     def observe(self, decodes: int, prefill_tokens: int, duration_s: float) -> None:
