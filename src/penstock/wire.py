@@ -29,7 +29,7 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str  # "auto", "float32", "bfloat16", "float16"
     kv_bytes: int  # the most the KV arena may commit
     max_context: int | None = None  # the user's own limit below the model's window
-    step_tokens: int = 512  # the most tokens computed in one step
+    step_tokens: int = 1024  # the most tokens computed in one step
     step_sequences: int = 64  # the most sequences in one step
     step_target_s: float | None = None  # chunks shrink to keep a step near this
     threads: int | None = None  # CPU threads; None: the machine's cores

@@ -139,7 +139,7 @@ class ModelSettings:
     kv_bytes: Annotated[
         int | None, Knob(parse_size, "memory for KV; otherwise what the limit leaves")
     ] = None
-    step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 512
+    step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 1024
     step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
     step_target_s: Annotated[
         float | None, Knob(parse_seconds, "chunks shrink to keep a step near this")

@@ -31,10 +31,11 @@ STOP_TIMEOUT_S = 5.0
 
 # The environment that every worker is born with.
 WORKER_ENVIRONMENT = {
-    # Fixed thresholds switch off glibc's own growing ones: a block of 4 MiB or more is a mapping
-    # of its own and goes back when freed, and the heap keeps at most 32 MiB of free top.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
+    # Fixed thresholds switch off glibc's own growing ones: a block of 16 MiB or more is a mapping
+    # of its own and goes back when freed, and the heap keeps at most 64 MiB of free top. Lower
+    # ones make every layer of a prompt fault its pages in anew.
+    "MALLOC_MMAP_THRESHOLD_": str(16 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_ARENA_MAX": "2",
     # numpy's BLAS would start its threads at import; torch computes with its own.
     "OPENBLAS_NUM_THREADS": "1",
