@@ -37,6 +37,10 @@ WORKER_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(16 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_ARENA_MAX": "2",
+    # A thread at the end of its share waits for the others: spinning for some ten microseconds, as
+    # long as the usual wait, then asleep. The default spins for long, and when anything else wants
+    # a core, what it waits for cannot run: steps took ten times as long beside one busy process.
+    "GOMP_SPINCOUNT": "5000",
     # numpy's BLAS would start its threads at import; torch computes with its own.
     "OPENBLAS_NUM_THREADS": "1",
     # The numbering of GPUs that the driver's own library uses.
@@ -92,7 +96,10 @@ class TemplateProcess:
                 stderr=output.write_fd,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": path},
-                start_new_session=True,  # a terminal's ^C is for the server to decide on
+                # A terminal's ^C is for the server to decide on. Not a session of its own: the
+                # kernel shares cores between sessions first, and a thread of the server that has
+                # made itself nice would count for as much as a whole model.
+                process_group=0,
             )
         output.handed_over()
         template = cls(process, ours, output)

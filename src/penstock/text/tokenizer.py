@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 
 from penstock.errors import BadRequest, ModelUnusable
@@ -30,11 +33,24 @@ if TYPE_CHECKING:
 # model's own threads. Each call is one text here, so that pool could only get in the way.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+def _give_way() -> None:
+    """Encode a long text only on cores that a model's step leaves idle; a thread's own setting.
+
+    Being nice is not enough: the kernel still counts such a thread when it spreads the others, and
+    two threads of a step end up sharing one core.
+    """
+    if sys.platform == "linux":
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+
 # Long texts have threads of their own, so that short ones never wait behind them.
 LONG_TEXT_CHARS = 64 * 1024
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
 _SHORT_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
-_LONG_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize-long")
+_LONG_TEXTS = ThreadPoolExecutor(
+    _THREADS, thread_name_prefix="tokenize-long", initializer=_give_way
+)
 
 _LARGEST_ID = 2**32 - 1  # what the library can be asked about at all
 
@@ -109,16 +125,22 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text; blocking, but other threads go on. See `encode_in_thread`."""
-        require_encodable(text)
-        encodings = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encodings[0].ids
+        return self._encoding(text, add_special_tokens).ids
 
     async def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text, without holding up the event loop or shorter texts."""
-        threads = _SHORT_TEXTS if len(text) <= LONG_TEXT_CHARS else _LONG_TEXTS
-        return await asyncio.get_running_loop().run_in_executor(
-            threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
+        loop = asyncio.get_running_loop()
+        if len(text) <= LONG_TEXT_CHARS:
+            return await loop.run_in_executor(
+                _SHORT_TEXTS, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+            )
+        # The list of ids is made under Python's lock: not by a thread that has to wait for a core.
+        encoding = await loop.run_in_executor(_LONG_TEXTS, self._encoding, text, add_special_tokens)
+        return await loop.run_in_executor(_SHORT_TEXTS, lambda: encoding.ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        require_encodable(text)
+        return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids the tokenizer does not know add nothing to it."""
