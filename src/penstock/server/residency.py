@@ -204,7 +204,7 @@ class Residency:
             path=str(card.path),
             device=device,
             dtype=dtype,
-            kv_bytes=plan.kv_bytes,
+            memory_bytes=plan.kv_bytes,
             max_context=settings.max_context,
             step_tokens=settings.step_tokens,
             step_sequences=settings.step_sequences,

@@ -24,6 +24,7 @@ from penstock.server.template import Child, TemplateProcess
 from penstock.wire import (
     Alive,
     FrameReader,
+    Freed,
     LoadFailed,
     Loading,
     LoadSpec,
@@ -127,6 +128,7 @@ class WorkerHandle:
         self.pid = child.pid
         self.client = ModelClient(spec.name, self._send)
         self.progress: Loading | None = None  # the latest of the load
+        self.freed: Freed | None = None  # the latest
         self.ready: asyncio.Future[Ready] = loop.create_future()  # or raises why there is no model
         self.ended: asyncio.Future[str] = loop.create_future()  # how the process ended, in words
         self.alive = True  # until the first sign of its death
@@ -164,13 +166,15 @@ class WorkerHandle:
         """The socket is ours."""
         self._transport = transport
 
-    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive) -> None:
+    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive | Freed) -> None:
         """What the worker said."""
         match message:
             case Step() | Alive():
                 self.client.receive(message)
             case Loading():
                 self.progress = message
+            case Freed():
+                self.freed = message
             case Ready():
                 self.client.receive(message)
                 self.ready.set_result(message)

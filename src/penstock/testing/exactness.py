@@ -148,7 +148,7 @@ def start_engine(folder: Path, mode: Mode, kv_bytes: int = 1 << 30) -> GenerateE
         path=str(folder),
         device="cpu",
         dtype="float32",
-        kv_bytes=kv_bytes,
+        memory_bytes=kv_bytes,
         step_tokens=mode.step_tokens,
         step_sequences=mode.step_sequences,
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.errors import by_code
+from penstock.memory.cost import CostModel, Measured, fit
 from penstock.wire import (
     Candidate,
     Finish,
@@ -36,6 +37,8 @@ FAKE_PRELOAD = ("penstock.worker.loop", "penstock.testing.fake_worker")
 BEHAVIOUR_FILE = "fake.json"
 LIVES_FILE = "lives"  # one byte per load begun, so that tests can count them
 BLOCK_TOKENS = 16
+TOKEN_BYTES = 1 << 10
+STEP_BYTES = 1 << 20
 
 
 class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,6 +105,7 @@ class FakeEngine:
     model: FakeModel
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: int = 0
+    kv_limit_bytes: int = 0  # the latest grant
 
     def ready(self) -> Ready:
         context = min(self.model.context, self.spec.max_context or self.model.context)
@@ -110,10 +114,15 @@ class FakeEngine:
             device=self.spec.device,
             dtype="float32",
             weight_bytes=1 << 20,
-            kv_bytes_per_token=1 << 10,
-            kv_tokens=max(self.spec.kv_bytes >> 10, context),
+            kv_bytes_per_token=TOKEN_BYTES,
+            kv_tokens=max(self.spec.memory_bytes >> 10, context),
             context=context,
             load_s=0.0,
+            cost=_cost(self.spec),
+            process_bytes=1 << 20,
+            step_bytes=STEP_BYTES,
+            kv_bytes=max(self.spec.memory_bytes, context << 10),
+            step_tokens=self.spec.step_tokens,
         )
 
     def submit(self, request: Submit) -> None:
@@ -121,6 +130,17 @@ class FakeEngine:
 
     def cancel(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
+
+    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+        freed = max(0, self.kv_limit_bytes - kv_bytes)
+        self.kv_limit_bytes = kv_bytes
+        return freed
+
+    def shed(self, size: int) -> int:
+        return 0
+
+    def kv_committed_bytes(self) -> int:
+        return len(self.requests) * BLOCK_TOKENS * TOKEN_BYTES
 
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -153,6 +173,7 @@ class FakeEngine:
             host_s=0.0,
             preemptions=0,
             steps=self.steps,
+            kv_committed_bytes=self.kv_committed_bytes(),
         )
 
     def _advance(self, request: _Request) -> Output:
@@ -176,6 +197,11 @@ class FakeEngine:
         elif request.answered >= submit.max_tokens:
             output.finish = Finish.LENGTH
         return output
+
+
+def _cost(spec: LoadSpec) -> CostModel:
+    largest = Measured(spec.step_tokens, spec.step_sequences, 1 << 20, spec.step_tokens, STEP_BYTES)
+    return fit([largest], TOKEN_BYTES, BLOCK_TOKENS)
 
 
 def _logprobs(token: int, alternatives: int) -> TokenLogprobs:

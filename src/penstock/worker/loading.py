@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
+from penstock.memory.cost import Measured, fit
 from penstock.wire import Ready
 from penstock.worker.engine.generate import GenerateEngine
 from penstock.worker.engine.runner import Runner
@@ -56,12 +57,12 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     text = config.get_text_config()
     geometry = verify.probe(model, text)
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
-    blocks = spec.kv_bytes // layout.block_bytes
+    blocks = spec.memory_bytes // layout.block_bytes
     if blocks < 2:
         raise ModelTooLarge(
-            f"{spec.name} leaves {spec.kv_bytes} bytes for KV, and one block of {BLOCK_TOKENS} "
+            f"{spec.name} leaves {spec.memory_bytes} bytes for KV, and one block of {BLOCK_TOKENS} "
             f"tokens takes {layout.block_bytes}: raise --memory.",
-            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.kv_bytes},
+            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.memory_bytes},
         )
     window = _window(text, spec)
     # More than every sequence of a step at full length could never be used.
@@ -83,6 +84,19 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         kv_tokens=kv_tokens,
         context=min(window, kv_tokens),
         load_s=0.0,
+        cost=fit(
+            [
+                Measured(
+                    spec.step_tokens, spec.step_sequences, kv_tokens, 2 * spec.step_sequences, 0
+                )
+            ],
+            layout.token_bytes,
+            BLOCK_TOKENS,
+        ),
+        process_bytes=0,
+        step_bytes=0,
+        kv_bytes=blocks * layout.block_bytes,
+        step_tokens=spec.step_tokens,
     )
     engine = GenerateEngine(runner, spec, ready)
     verify.compare_with_own_attention(model, engine, text)

@@ -73,6 +73,20 @@ class GenerateEngine:
         """Forget every request; their ids."""
         return self._scheduler.drop_all()
 
+    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+        """Hold no more than this from now on; the bytes that went back to the system."""
+        return self.shed(0)
+
+    def shed(self, size: int) -> int:
+        """Give back what is not in use; the bytes that went back to the system."""
+        before = self.kv_committed_bytes()
+        self._pool.return_empty_extents()
+        return before - self.kv_committed_bytes()
+
+    def kv_committed_bytes(self) -> int:
+        """Memory behind the KV arena."""
+        return self._runner.arena.committed_bytes
+
     def has_work(self) -> bool:
         """Something is running, waiting or to be refused."""
         return bool(self._refused) or self._scheduler.has_work()

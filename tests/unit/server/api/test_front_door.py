@@ -9,6 +9,7 @@ import pytest
 from penstock import wire
 from penstock.catalog import read_card
 from penstock.errors import ContextTooLong
+from penstock.memory.cost import Measured, fit
 from penstock.server.api.fields import GenerationFields, seed_of
 from penstock.server.api.generation import Job, check_window, grant
 from penstock.testing.fake_server import add_model
@@ -46,6 +47,11 @@ def loaded(context: int, kv_tokens: int, device: str = "cpu") -> wire.Ready:
         kv_tokens=kv_tokens,
         context=context,
         load_s=0,
+        cost=fit([Measured(1, 1, 1, 1, 0)], 10, 16),
+        process_bytes=1,
+        step_bytes=1,
+        kv_bytes=10 * kv_tokens,
+        step_tokens=512,
     )
 
 
