@@ -16,18 +16,23 @@ import uvicorn
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
+from penstock.memory.baseline import Baseline
 from penstock.memory.gauge import read_gpus, read_ram, resolve_device
-from penstock.memory.limits import resolve_limits
+from penstock.memory.ledger import Ledger
+from penstock.memory.limits import SERVER_BYTES, resolve_capacities, resolve_limits, resolve_spare
+from penstock.memory.requests import RequestPool, floor_bytes
 from penstock.server.api.services import Services
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
+from penstock.server.pressure import build_governor
 from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.config import Config, ServerSettings
+    from penstock.memory.gauge import GpuReading, RamReading
     from penstock.wire import Status
 
 log = logging.getLogger(__name__)
@@ -70,26 +75,81 @@ async def serve(
     check_exposure(config.server)
     catalog = Catalog(config.model_dirs, config.models.hf_cache or huggingface_cache())
     gpus = await asyncio.to_thread(read_gpus)
-    limits = resolve_limits(config.memory.limit, config.memory.gpu_limit, read_ram(), gpus)
+    ledger = open_books(config, read_ram(), gpus)
     device = resolve_device(config.models.device, gpus)
     models = await asyncio.to_thread(catalog.scan)
     if config.models.default is not None:
         await asyncio.to_thread(catalog.find, config.models.default)
     with _listen(config.server.host, config.server.port) as sock:
-        residency = Residency(catalog, supervisor, limits, config.models)
-        services = Services(config, catalog, residency, Metrics(lambda: _statuses(residency)))
+        services = build_services(config, catalog, supervisor, ledger)
+        residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
         load = asyncio.ensure_future(_load_default(residency, config.models.default))
+        watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
             stop = _stopper(server, closing, config.server.shutdown_grace_s)
+            limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
             announce(Started(_url(sock), tuple(models), limits, device, stop))
             await server.serve(sockets=[sock])
         finally:
             load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
+            watch.cancel()
+            await asyncio.gather(load, watch, return_exceptions=True)
             await _end_workers(residency, supervisor)
+
+
+def open_books(config: Config, ram: RamReading, gpus: Sequence[GpuReading]) -> Ledger:
+    """A ledger with the limits of this machine and these settings."""
+    capacities = resolve_capacities(ram, gpus)
+    return Ledger(
+        resolve_limits(config.memory.limit, config.memory.gpu_limit, ram, gpus),
+        capacities,
+        {
+            domain: resolve_spare(config.memory.spare, capacity)
+            for domain, capacity in capacities.items()
+        },
+    )
+
+
+def build_services(
+    config: Config, catalog: Catalog, supervisor: Supervisor, ledger: Ledger
+) -> Services:
+    """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
+    patience_s = config.server.queue_deadline_s
+    server = Baseline(ledger, "server", SERVER_BYTES)
+    floor = floor_bytes(ledger.snapshot()["ram"].limit_bytes)
+    requests = RequestPool(ledger, floor, config.server.max_bodies, patience_s)
+    residency = Residency(
+        catalog,
+        supervisor,
+        ledger,
+        config.models,
+        profile_dir=config.home / "profiles",
+        patience_s=patience_s,
+    )
+    governor = build_governor(ledger, residency, supervisor, server, requests)
+    metrics = Metrics(lambda: _statuses(residency), ledger, governor)
+    loop = asyncio.get_running_loop()
+    reclaims: set[asyncio.Task[None]] = set()
+
+    def tell_waiters() -> None:
+        requests.retry()
+        residency.room.wake()
+
+    def reclaim(size: int) -> None:
+        task = loop.create_task(residency.room.reclaim("ram", size))
+        reclaims.add(task)  # the loop itself keeps tasks only weakly
+        task.add_done_callback(reclaims.discard)
+
+    def on_room() -> None:
+        loop.call_soon(tell_waiters)
+
+    ledger.on_room = on_room
+    requests.on_starved = reclaim
+    residency.room.claimed = lambda: requests.waiting > 0
+    return Services(config, catalog, residency, metrics, ledger, requests, governor)
 
 
 async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:

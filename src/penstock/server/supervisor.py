@@ -73,6 +73,14 @@ class Supervisor:
         """The running template; raises `InternalError` with its last words if it cannot start."""
         return await asyncio.shield(self._ensure_template())
 
+    @property
+    def template_pid(self) -> int | None:
+        """The template's process id, while it runs."""
+        template = self._template
+        if template is None or _is_spent(template) or not template.done():
+            return None
+        return template.result().pid
+
     async def start(self, spec: LoadSpec) -> WorkerHandle:
         """A new process that loads `spec`; await the handle's `ready` for the outcome."""
         template = await self.template()
@@ -128,7 +136,6 @@ class WorkerHandle:
         self.pid = child.pid
         self.client = ModelClient(spec.name, self._send)
         self.progress: Loading | None = None  # the latest of the load
-        self.freed: Freed | None = None  # the latest
         self.ready: asyncio.Future[Ready] = loop.create_future()  # or raises why there is no model
         self.ended: asyncio.Future[str] = loop.create_future()  # how the process ended, in words
         self.alive = True  # until the first sign of its death
@@ -169,12 +176,10 @@ class WorkerHandle:
     def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive | Freed) -> None:
         """What the worker said."""
         match message:
-            case Step() | Alive():
+            case Step() | Alive() | Freed():
                 self.client.receive(message)
             case Loading():
                 self.progress = message
-            case Freed():
-                self.freed = message
             case Ready():
                 self.client.receive(message)
                 self.ready.set_result(message)
