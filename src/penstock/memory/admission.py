@@ -103,6 +103,8 @@ def decide(
         return Refuse(_too_long(need, room, "window", room.window))
     ever_bytes = largest_kv(snapshot, room, residents)
     ever = room.tokens_in(ever_bytes)
+    if room.kv_now_bytes is None and not ever:
+        ever = room.window  # whether the model itself fits is the load's to say
     now = ever if room.kv_now_bytes is None else room.tokens_in(room.kv_now_bytes)
     if needed > max(ever, now):
         return Refuse(_too_long(need, room, "memory", max(ever, now)))
@@ -144,9 +146,14 @@ def decide_growth(
 
 
 def largest_kv(snapshot: Snapshot, room: ModelRoom, residents: Sequence[Resident]) -> int:
-    """The most KV that this model could have: others gone, caches shed, external zero."""
+    """The most KV that this model could have: others gone, caches shed, external zero.
+
+    While it is not loaded, the server's own share may be an estimate and counts for nothing.
+    """
     state = snapshot[room.domain]
-    left = state.limit_bytes - _permanent(state) - room.fixed_bytes
+    left = state.limit_bytes - room.fixed_bytes
+    if room.kv_now_bytes is not None:
+        left -= _permanent(state)
     return max(left - _pinned(residents, room.domain, besides=room.name), 0)
 
 

@@ -6,7 +6,7 @@ cards, settings and arithmetic, no processes and no books.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.catalog.weights import ITEM_BYTES
@@ -137,6 +137,23 @@ class ModelPlan:
             fixed_bytes=self.weight_bytes,
         )
 
+    def planned_room(self) -> ModelRoom:
+        """The same as if loaded with no KV yet: all that a load is thought to keep."""
+        fixed = {key: size for key, size in self.fixed().items() if key[0] == self.domain}
+        fixed.pop((self.domain, Purpose.LOADING))
+        fixed[self.domain, Purpose.STEP] = self.step_bytes()
+        return replace(self.room(), fixed_bytes=sum(fixed.values()), kv_now_bytes=0)
+
+    def summary(self) -> dict[str, object]:
+        """What `plan` says of a model before anything is loaded."""
+        return {
+            "model": self.card.name,
+            "device": self.device,
+            "dtype": self.dtype,
+            "weight_bytes": self.weight_bytes,
+            "step_bytes": self.step_bytes(),
+        }
+
     def _own_kv_tokens(self) -> int | None:
         if self.settings.kv_tokens is not None:
             return self.settings.kv_tokens
@@ -157,3 +174,31 @@ def serving_dtype(wanted: str, stored: str, device: str) -> str:
     if device == "cpu":
         return "float32"
     return stored if stored in {"bfloat16", "float16"} else "bfloat16"
+
+
+def fitting(
+    room: ModelRoom, kv_bytes: int, context: int | None, concurrency: int | None
+) -> dict[str, object]:
+    """What so much KV allows: the longest context, sequences at a length, a length at a number."""
+    longest = room.tokens_in(kv_bytes)
+    length = min(context or longest, room.window)
+    each = max(room.bytes_for(length), 1)
+    at_once = (kv_bytes - room.overhead_bytes) // each if length <= longest else 0
+    result: dict[str, object] = {
+        "domain": room.domain,
+        "window": room.window,
+        "kv_bytes_per_token": room.kv_bytes_per_token,
+        "kv_bytes": kv_bytes,
+        "longest_context": longest,
+        "context": length,
+        "concurrency_at_context": max(at_once, 0),
+    }
+    if concurrency:
+        share = room.overhead_bytes + (kv_bytes - room.overhead_bytes) // concurrency
+        result["concurrency"] = concurrency
+        result["context_at_concurrency"] = room.tokens_in(share)
+    if context or concurrency:
+        count = concurrency or 1
+        result["needed_bytes"] = room.bytes_for(length) * count
+        result["fits"] = length <= longest and room.bytes_for(length) * count <= kv_bytes
+    return result

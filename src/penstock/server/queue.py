@@ -48,6 +48,7 @@ class _Turn:
     kv_bytes: int  # at its longest
     tokens: int  # what it costs its key
     number: int
+    waited: bool = False  # it did not start the moment it came
     started: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
@@ -166,6 +167,7 @@ class Lane:
         turn = _Turn(visit, kv_bytes, tokens, next(self._numbers))
         self._lines.setdefault(visit.priority, {}).setdefault(visit.key, deque()).append(turn)
         self.pump()
+        turn.waited = True
         try:
             await self._until_started(turn)
             yield
@@ -173,6 +175,7 @@ class Lane:
             if turn in self._at_work:
                 del self._at_work[turn]
                 self._kv_at_work -= kv_bytes
+                self._rate.ended()
             else:
                 self._forget(turn)
             self.pump()
@@ -195,7 +198,7 @@ class Lane:
         self._at_work[turn] = None
         self._kv_at_work += turn.kv_bytes
         self._served[turn.visit.key] += turn.tokens
-        if self._no_longer_waits(turn.visit):
+        if self._no_longer_waits(turn.visit) and turn.waited:
             self._rate.started()
         turn.started.set_result(None)
 
@@ -273,28 +276,36 @@ class Visit:
 
 
 class DrainRate:
-    """How fast places become free, from the starts of late; and which of them are spoken for."""
+    """How fast places become free, and which of them are spoken for.
+
+    From the starts of those who waited; where too few have, from the ends of those at work, which
+    makes an idle model look slow rather than fast.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
+        self._ends: deque[float] = deque(maxlen=_STARTS_KEPT)
         self._promised: deque[float] = deque()  # when those who were refused come back
 
     def started(self) -> None:
         """A waiting request has left the line for the worker."""
         self._starts.append(self._clock())
 
+    def ended(self) -> None:
+        """A place with the worker is free."""
+        self._ends.append(self._clock())
+
     def per_s(self) -> float:
         """Starts per second. Silence lowers it: the time since the last start counts."""
         now = self._clock()
-        while self._starts and now - self._starts[0] > _RATE_S:
-            self._starts.popleft()
-        if len(self._starts) < 2:
-            since = now - self._starts[0] if self._starts else 0.0
-            return 1 / max(_UNKNOWN_S, since)
-        first, last = self._starts[0], self._starts[-1]
-        between = (last - first) / (len(self._starts) - 1)
-        return 1 / max(between, (now - last) / 2, 1e-3)
+        for times in (self._starts, self._ends):
+            while times and now - times[0] > _RATE_S:
+                times.popleft()
+            if len(times) >= 2:
+                between = (times[-1] - times[0]) / (len(times) - 1)
+                return 1 / max(between, (now - times[-1]) / 2, 1e-3)
+        return 1 / _UNKNOWN_S
 
     def until(self, place: int) -> float:
         """Seconds until that many have started."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from penstock.catalog import Catalog, huggingface_cache
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.memory.baseline import Baseline
-from penstock.memory.gauge import read_gpus, read_ram, resolve_device
-from penstock.memory.ledger import Ledger
-from penstock.memory.limits import SERVER_BYTES, resolve_capacities, resolve_limits, resolve_spare
+from penstock.memory.gauge import read_gpus, read_process, read_ram, resolve_device
+from penstock.memory.guard import guard_numbers, guard_sentence, open_books
+from penstock.memory.ledger import OutOfBudget
+from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
 from penstock.server.api.services import Services
 from penstock.server.app import build_app, is_loopback
@@ -29,10 +31,10 @@ from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from penstock.config import Config, ServerSettings
-    from penstock.memory.gauge import GpuReading, RamReading
+    from penstock.memory.ledger import Ledger
     from penstock.wire import Status
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Started:
     models: tuple[str, ...]
     limits: Mapping[str, int]  # bytes per domain
     device: str
+    guard: str  # the numbers of the memory guard, in one line
     # Stops the server, on its event loop; a second call does not wait for running answers.
     stop: Callable[[], None]
 
@@ -75,7 +78,8 @@ async def serve(
     check_exposure(config.server)
     catalog = Catalog(config.model_dirs, config.models.hf_cache or huggingface_cache())
     gpus = await asyncio.to_thread(read_gpus)
-    ledger = open_books(config, read_ram(), gpus)
+    ram = await asyncio.to_thread(read_ram)
+    ledger = open_books(config.memory, ram, gpus)
     device = resolve_device(config.models.device, gpus)
     models = await asyncio.to_thread(catalog.scan)
     if config.models.default is not None:
@@ -91,7 +95,9 @@ async def serve(
             supervisor.warm()
             stop = _stopper(server, closing, config.server.shutdown_grace_s)
             limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
-            announce(Started(_url(sock), tuple(models), limits, device, stop))
+            guard = guard_sentence(guard_numbers(config, ram, gpus))
+            log.info("%s", guard)
+            announce(Started(_url(sock), tuple(models), limits, device, guard, stop))
             await server.serve(sockets=[sock])
         finally:
             load.cancel()
@@ -100,27 +106,14 @@ async def serve(
             await _end_workers(residency, supervisor)
 
 
-def open_books(config: Config, ram: RamReading, gpus: Sequence[GpuReading]) -> Ledger:
-    """A ledger with the limits of this machine and these settings."""
-    capacities = resolve_capacities(ram, gpus)
-    return Ledger(
-        resolve_limits(config.memory.limit, config.memory.gpu_limit, ram, gpus),
-        capacities,
-        {
-            domain: resolve_spare(config.memory.spare, capacity)
-            for domain, capacity in capacities.items()
-        },
-    )
-
-
 def build_services(
     config: Config, catalog: Catalog, supervisor: Supervisor, ledger: Ledger
 ) -> Services:
     """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
     patience_s = config.server.queue_deadline_s
-    server = Baseline(ledger, "server", SERVER_BYTES)
-    floor = floor_bytes(ledger.snapshot()["ram"].limit_bytes)
-    requests = RequestPool(ledger, floor, config.server.max_bodies, patience_s)
+    own = read_process(os.getpid())
+    server = Baseline(ledger, "server", SERVER_BYTES if own is None else own.anonymous_bytes)
+    requests = _request_pool(config, ledger, server)
     residency = Residency(
         catalog,
         supervisor,
@@ -150,6 +143,18 @@ def build_services(
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
     return Services(config, catalog, residency, metrics, ledger, requests, governor)
+
+
+def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:
+    limit = ledger.snapshot()["ram"].limit_bytes
+    floor = floor_bytes(limit)
+    try:
+        return RequestPool(ledger, floor, config.server.max_bodies, config.server.queue_deadline_s)
+    except OutOfBudget:
+        raise ConfigError(
+            f"memory.limit is {limit} bytes, but the server itself holds {server.booked_bytes} and "
+            f"keeps {floor} for requests; raise the limit."
+        ) from None
 
 
 async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:

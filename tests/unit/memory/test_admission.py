@@ -109,6 +109,9 @@ def test_an_absent_model_is_judged_by_window_and_weights_only() -> None:
     absent = dataclasses.replace(ROOM, kv_now_bytes=None)
     assert isinstance(decide(RequestNeed(900, None), books(20_000).snapshot(), absent), Accept)
     assert isinstance(decide(RequestNeed(900, None), books(8000).snapshot(), absent), Refuse)
+    assert isinstance(decide(RequestNeed(680, None), books(8000).snapshot(), absent), Accept)
+    # Not even the weights fit: that is the load's refusal, not the request's.
+    assert isinstance(decide(RequestNeed(900, None), books(1000).snapshot(), absent), Accept)
 
 
 def test_the_policy_may_refuse_an_answer_that_is_too_long() -> None:

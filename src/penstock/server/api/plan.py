@@ -7,14 +7,16 @@ and a request get another.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
 import msgspec
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ContextTooLong
 from penstock.memory.admission import Accept, ModelRoom, Refuse, RequestNeed, decide, largest_kv
 from penstock.server.api import chat, completions
 from penstock.server.api.errors import error_object
 from penstock.server.api.exchange import decode_json
+from penstock.server.plans import fitting
 
 if TYPE_CHECKING:
     from penstock.catalog import Card
@@ -41,8 +43,13 @@ async def plan_request(exchange: Exchange, services: Services) -> None:
         else:
             texts = await decode_json(completions.decoder, body)
             work = completions.prepare(exchange, texts, services)
-        job = await exchange.while_connected(work)
-    await exchange.send_json(await _verdict(job, services))
+        try:
+            job = await exchange.while_connected(work)
+        except ContextTooLong as error:  # so long that the front door did not even tokenise it
+            answer = {"object": "plan", "verdict": "refuse", **error_object(error)}
+        else:
+            answer = await _verdict(job, services)
+    await exchange.send_json(answer)
 
 
 async def _verdict(job: Job, services: Services) -> dict[str, object]:
@@ -103,51 +110,19 @@ async def model_plan(
     plan, room = await residency.plan(card), await residency.room_of(card)
     snapshot, residents = services.ledger.snapshot(), residency.room.residents()
     loaded = room.kv_now_bytes is not None
+    if not loaded:
+        room = plan.planned_room()
     ever = largest_kv(snapshot, room, residents)
-    if not loaded:  # what the load itself will set aside comes off too
-        ever = max(ever - plan.load_need().fixed_bytes(plan.domain) + room.fixed_bytes, 0)
-    return fitting(room, ever, context, concurrency) | {
-        "model": card.name,
+    return plan.summary() | {
+        **fitting(room, ever, context, concurrency),
         "loaded": loaded,
-        "device": plan.device,
-        "dtype": plan.dtype,
-        "weight_bytes": plan.weight_bytes,
+        "kv_now_bytes": room.kv_now_bytes,
         "fixed_bytes": room.fixed_bytes,
         "limit_bytes": snapshot[room.domain].limit_bytes,
     }
 
 
-def fitting(
-    room: ModelRoom, kv_bytes: int, context: int | None, concurrency: int | None
-) -> dict[str, object]:
-    """What so much KV allows: the longest context, sequences at a length, a length at a number."""
-    longest = room.tokens_in(kv_bytes)
-    length = min(context or longest, room.window)
-    each = max(room.bytes_for(length), 1)
-    at_once = (kv_bytes - room.overhead_bytes) // each if length <= longest else 0
-    result: dict[str, object] = {
-        "domain": room.domain,
-        "window": room.window,
-        "kv_bytes_per_token": room.kv_bytes_per_token,
-        "kv_bytes": kv_bytes,
-        "longest_context": longest,
-        "context": length,
-        "concurrency_at_context": max(at_once, 0),
-    }
-    if concurrency:
-        share = room.overhead_bytes + (kv_bytes - room.overhead_bytes) // concurrency
-        result["concurrency"] = concurrency
-        result["context_at_concurrency"] = room.tokens_in(share)
-    if context or concurrency:
-        count = concurrency or 1
-        result["needed_bytes"] = room.bytes_for(length) * count
-        result["fits"] = length <= longest and room.bytes_for(length) * count <= kv_bytes
-    return result
-
-
 def _query(exchange: Exchange) -> dict[str, str]:
-    from urllib.parse import parse_qsl
-
     return dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
 
 
