@@ -41,6 +41,7 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_tokens: int | None = None  # the user's own size of the KV; None: what the grant leaves
     profile_dir: str | None = None  # where measured costs are kept between loads
     reserve: Reserve = Reserve.EXPECTED
+    capped: bool = True  # enforce the grant; off where several engines share a process
     max_context: int | None = None  # the user's own limit below the model's window
     step_tokens: int = 512  # the most tokens computed in one step
     step_sequences: int = 64  # the most sequences in one step
@@ -94,14 +95,14 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class Grant(msgspec.Struct, tag=True):
-    """What the worker may hold from now on; answered with `Freed` once it holds no more than it."""
+    """What the worker may hold from now on; answered with `Freed`."""
 
     kv_bytes: int
     step_bytes: int
 
 
 class Shed(msgspec.Struct, tag=True):
-    """Give back at least so many bytes if they are not in use; answered with `Freed`."""
+    """Take so many bytes from the KV grant, as far as running requests allow; then `Freed`."""
 
     bytes: int
 
@@ -220,10 +221,10 @@ class Alive(msgspec.Struct, tag=True):
 
 
 class Freed(msgspec.Struct, tag=True):
-    """Memory has gone back to the system, after `Shed` or a smaller `Grant`."""
+    """The answer to `Shed` and `Grant`: what went back to the system, and what may be held now."""
 
     bytes: int
-    kv_bytes: int  # what the arena holds now
+    kv_bytes: int  # the arena's limit from now on: never less than its requests need to finish
 
 
 FromWorker = Step | Loading | Ready | LoadFailed | Alive | Freed

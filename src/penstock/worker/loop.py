@@ -77,11 +77,11 @@ class Engine(Protocol):
         ...
 
     def shed(self, size: int) -> int:
-        """Give back at least `size` bytes if they are not in use; how many went back."""
+        """Have `size` bytes less of KV from now on, if not in use; how many went back."""
         ...
 
-    def kv_committed_bytes(self) -> int:
-        """Memory behind the KV arena."""
+    def kv_limit_bytes(self) -> int:
+        """What the KV arena may hold at most."""
         ...
 
     def has_work(self) -> bool:
@@ -177,6 +177,10 @@ class _Inbox:
                 messages = self._channel.receive()
             except OSError:
                 messages = None
+            except MemoryError:
+                # A message is lost, and nobody would hear the next: dying is heard.
+                log.critical("out of memory while reading a message; ending this process")
+                os._exit(EXIT_ENGINE_BROKEN)
             if messages is None:
                 os._exit(EXIT_SERVER_GONE)
             for message in messages:
@@ -240,7 +244,7 @@ class _Worker:
         self._channel.send(Step(outputs, self._engine.status()))
 
     def _freed(self, size: int) -> None:
-        self._channel.send(Freed(size, self._engine.kv_committed_bytes()))
+        self._channel.send(Freed(size, self._engine.kv_limit_bytes()))
 
     def _submit(self, request: Submit) -> None:
         self._in_flight.add(request.id)

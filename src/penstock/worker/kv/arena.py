@@ -75,6 +75,8 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.blocks = blocks
+        self.device = device
+        self.in_ram = device.type == "cpu"  # so that it counts in the process's own memory
         # Extents are whole blocks and whole pages, so that each is committed and returned alone.
         page = page_bytes(device)
         unit = page // math.gcd(page, layout.block_bytes)
