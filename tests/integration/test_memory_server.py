@@ -207,6 +207,15 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "fake server" not in readers
 
 
+def test_log_probabilities_beyond_the_memory_are_refused_by_name(client: httpx.Client) -> None:
+    answer = complete(client, "hi", n=100, logprobs=20, max_tokens=90_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+    few = complete(client, "hi", n=3, logprobs=5, max_tokens=20)
+    assert few.status_code == 200
+    assert books(client)["requests"]["used_bytes"] == 0
+
+
 def test_metrics_carry_the_books(client: httpx.Client) -> None:
     assert complete(client, "hi", max_tokens=1).status_code == 200
     text = client.get("/metrics").text

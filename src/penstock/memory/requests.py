@@ -9,6 +9,7 @@ the client sees as a slow connection, until its deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,6 +33,12 @@ TOKEN_BYTES = 40
 # It is given back at the end, and only as many texts are in it as it has threads.
 TOKENISE_FACTOR = 214
 
+# One token of an answer that is kept until it is whole, and one log-probability of it: 125 bytes as
+# it came, 366 as it is rendered, 85 as it is sent.
+ANSWER_TOKEN_BYTES = 700
+LOGPROB_BYTES = 580
+
+_MOST_SHARE = 4  # requests never get more of the limit than a quarter
 _FLOOR_SHARE = 64  # of the limit; 32 MiB of 2 GiB
 _FLOOR_LEAST = 8 << 20
 _FLOOR_MOST = 256 << 20
@@ -52,7 +59,8 @@ class RequestPool:
     """The one booking that all requests share; used on the event loop only."""
 
     def __init__(self, ledger: Ledger, floor: int, most_bodies: int, patience_s: float) -> None:
-        self._most = most_bodies * BODY_FACTOR
+        limit = ledger.snapshot()["ram"].limit_bytes
+        self._most = min(most_bodies * BODY_FACTOR, limit // _MOST_SHARE)
         self._floor = floor = min(floor, self._most)
         # Told how much could not be had, whenever someone begins to wait.
         self.on_starved: Callable[[int], None] = lambda _: None
@@ -65,6 +73,11 @@ class RequestPool:
     def used_bytes(self) -> int:
         """Held by requests now; the booking is this or the floor, whichever is more."""
         return self._used
+
+    @property
+    def most_bytes(self) -> int:
+        """More than this is never given, to one request or all."""
+        return self._most
 
     @property
     def waiting(self) -> int:
@@ -107,11 +120,24 @@ class RequestPool:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
+    def take_now(self, size: int) -> None:
+        """Book `size` more bytes of something that has begun and must end: never waits.
+
+        Where the books have no room, what is used is more than what is booked until the readings
+        have it; no new request comes in meanwhile.
+        """
+        self._used += size
+        if self._used > self._booking.total():
+            with contextlib.suppress(OutOfBudget):
+                self._booking.resize({("ram", Purpose.REQUESTS): self._used})
+
     def give(self, size: int) -> None:
         """Return what `take` booked."""
         self._used -= size
         assert self._used >= 0
-        self._booking.resize({("ram", Purpose.REQUESTS): max(self._used, self._floor)})
+        size = max(self._used, self._floor)
+        if size < self._booking.total():
+            self._booking.resize({("ram", Purpose.REQUESTS): size})
         self.retry()
 
     def _try(self, size: int) -> bool:
@@ -151,6 +177,11 @@ class Share:
     async def grow(self, size: int) -> None:
         """Hold so much more; waits for it."""
         await self._pool.take(size)
+        self.size += size
+
+    def grow_now(self, size: int) -> None:
+        """Hold so much more at once."""
+        self._pool.take_now(size)
         self.size += size
 
     def shrink(self, size: int) -> None:

@@ -80,9 +80,9 @@ def model_in_use() -> None:
 
 def request_bytes() -> None:
     async def body() -> None:
-        books = Ledger({"ram": 100})
+        books = Ledger({"ram": 400})
         pool = RequestPool(books, 50, 1000, patience_s=0.01)
-        books.reserve("m", {KV: 50})
+        books.reserve("m", {KV: 350})
         with pytest.raises(Overloaded):
             await pool.take(51)
 
@@ -155,7 +155,7 @@ OFF: dict[Callable[[], None], tuple[Any, str, Any]] = {
     model_in_use: (Resident, "idle", True),
     request_bytes: (RequestPool, "_try", lambda self, size: True),
     request_floor: (requests, "floor_bytes", lambda _: 0),
-    queue_bound: (Lane, "visit", lambda self, *a: queue.Visit(self, *a, 0.0)),
+    queue_bound: (Lane, "visit", lambda self, *a: queue.Visit(self, a[0], a[1], a[2], 0.0)),
     governor_hold: (Lane, "_may_start", lambda *_: True),
     shed_list: (governor.Governor, "_shed", lambda *_: asyncio.sleep(0)),
     settling: (ledger.Reservation, "settle", ledger.Reservation.release),

@@ -23,7 +23,7 @@ def pooled(
 ) -> Callable[[], None]:
     def run() -> None:
         async def body() -> None:
-            ledger = Ledger({"ram": 1000})
+            ledger = Ledger({"ram": 1600})
             pool = RequestPool(ledger, FLOOR, 400 // BODY_FACTOR, patience_s=0.05)
             await test(ledger, pool)
             assert pool.used_bytes == 0
@@ -59,9 +59,9 @@ async def test_kv_cannot_take_the_floor(ledger: Ledger, pool: RequestPool) -> No
 async def test_beyond_the_floor_it_grows_and_gives_back(ledger: Ledger, pool: RequestPool) -> None:
     with pool.share() as share:
         await share.grow(250)
-        assert ledger.free("ram") == 750
+        assert ledger.free("ram") == 1350
         share.shrink(200)
-        assert ledger.free("ram") == 900
+        assert ledger.free("ram") == 1500
 
 
 @pooled
@@ -69,6 +69,19 @@ async def test_more_than_the_most_is_refused_at_once(ledger: Ledger, pool: Reque
     with pytest.raises(Overloaded, match=r"server\.max_bodies"):
         await pool.share().grow(401)
     assert pool.waiting == 0
+
+
+@pooled
+async def test_what_has_begun_is_never_kept_waiting(ledger: Ledger, pool: RequestPool) -> None:
+    kv = ledger.reserve("model:m", {("ram", Purpose.KV): ledger.free("ram") - 50})
+    with pool.share() as answer:
+        answer.grow_now(FLOOR + 40)
+        assert ledger.free("ram") == 10
+        answer.grow_now(100)  # more than there is
+        ledger.check()
+        with pytest.raises(Overloaded):
+            await pool.share().grow(1)  # but nobody new comes in
+    kv.release()
 
 
 @pooled

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock import wire
-from penstock.errors import WorkerLost
+from penstock.errors import BadRequest, WorkerLost
 from penstock.memory.admission import RequestNeed
-from penstock.memory.requests import TOKEN_BYTES
+from penstock.memory.requests import ANSWER_TOKEN_BYTES, LOGPROB_BYTES, TOKEN_BYTES
 from penstock.server.api.fields import seed_of
 from penstock.server.api.front_door import FrontDoor
 from penstock.text.stream import TextStream
@@ -70,6 +70,8 @@ class Piece:
 class Sink(Protocol):
     """Where pieces go."""
 
+    keeps: bool  # until the answer is whole
+
     def put(self, piece: Piece) -> None:
         """Take the next piece."""
 
@@ -107,6 +109,7 @@ class Generation:
         self._job = job
         self._caller = exchange.caller
         self._door = FrontDoor(services, job.card, exchange.share, job.prompt_field)
+        self._logprob_bytes = 0  # booked
         self._deadline = exchange.started + services.config.server.queue_deadline_s
 
     async def run(self, sink: Sink) -> None:
@@ -145,12 +148,35 @@ class Generation:
                     for prompt in job.prompts
                 ]
                 self.usage.granted_tokens = min(grants)
+                await self._book_logprobs(grants, sink)
                 await _together(
                     [
                         self._turn(client, visit, index, self._submit(index, grants), sink)
                         for index in range(len(job.prompts) * job.n)
                     ]
                 )
+
+    async def _book_logprobs(self, grants: list[int], sink: Sink) -> None:
+        """Log-probabilities are many times the answer: all there may be are booked at once, before
+        anything starts, so that no two requests can wait for each other's."""
+        job = self._job
+        entries = 0
+        if job.prompt_logprobs is not None:
+            entries += job.n * self.usage.prompt_tokens * (1 + job.prompt_logprobs)
+        if job.sampling.logprobs is not None and sink.keeps:
+            entries += job.n * sum(grants) * (1 + job.sampling.logprobs)
+        size = entries * LOGPROB_BYTES
+        most = self._services.requests.most_bytes
+        if size > most:
+            raise BadRequest(
+                f"The log-probabilities of this request may come to {entries}, which take {size} "
+                f"bytes in the server, and {most} are allowed; ask for fewer, lower `max_tokens` "
+                "or `n`, or stream the answer (memory.limit, server.max_bodies).",
+                param="logprobs",
+            )
+        if size > self._logprob_bytes:
+            await self._door.share.grow(size - self._logprob_bytes)
+            self._logprob_bytes = size
 
     async def _turn(
         self, client: ModelClient, visit: Visit, index: int, submit: wire.Submit, sink: Sink
@@ -201,6 +227,8 @@ class Generation:
                 else:
                     last_token = self._count(len(output.tokens), last_token)
                     self._absorb(piece, output, stream, submit.stop_token_ids)
+                if sink.keeps:
+                    self._door.share.grow_now(ANSWER_TOKEN_BYTES * len(output.tokens))
                 sink.put(piece)
                 if piece.finish is not None:
                     return
