@@ -38,11 +38,11 @@ def test_a_lone_prompt_teaches_the_cost_of_a_token_without_a_base() -> None:
     assert pacer.chunk_limit(decodes=1) == pytest.approx(200, abs=1)
 
 
-def test_progress_is_made_even_when_the_decodes_take_all_the_time() -> None:
+def test_a_prompt_gets_half_of_the_time_when_the_decodes_take_all_of_the_target() -> None:
     pacer = StepPacer(0.01, floor_tokens=8)
     pacer.observe(decodes=4, prefill_tokens=0, duration_s=0.5)
     pacer.observe(decodes=4, prefill_tokens=10, duration_s=0.6)
-    assert pacer.chunk_limit(decodes=4) == 8
+    assert pacer.chunk_limit(decodes=4) == 50  # 10 ms each, beside 500 ms of decoding
 
 
 def test_one_slow_step_is_forgotten_within_a_few() -> None:
