@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 BLOCK_TOKENS = 16
+# A chunk is shortened at the end of a long context, so that no step takes much longer than others.
+STEP_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 26}
 EXTENTS = 128  # of an arena, if they are not larger than they need to be
 
 # Rotary tables that change with the longest position in a batch: exact only below the length at
@@ -83,6 +85,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
             block_tokens=BLOCK_TOKENS,
             logit_rows=2 * spec.step_sequences,
             reserve=spec.reserve,
+            pairs=STEP_PAIRS[device.type],
         ),
         window=window,
         vocabulary=text.vocab_size,
