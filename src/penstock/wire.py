@@ -206,6 +206,9 @@ class Ready(msgspec.Struct, tag=True):
     kv_bytes: int  # what the arena was sized to
     step_tokens: int  # the largest step, after halving
     outer_cap: str | None = None  # the control group around the worker, if one could be made
+    # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
+    # depending on who else has them open, so this cannot be told from `process_bytes`.
+    overhead_bytes: int = 0
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -61,8 +61,8 @@ class Holding:
         fixed = {key: size for key, size in self._booking.needs.items() if key != self._kv_key}
         fixed.pop((self.domain, Purpose.LOADING), None)
         fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
-        if ready.process_bytes:
-            fixed[self.domain, Purpose.PROCESS] = max(ready.process_bytes - ready.weight_bytes, 0)
+        if ready.overhead_bytes:
+            fixed["ram", Purpose.PROCESS] = ready.overhead_bytes
         if ready.step_bytes:
             fixed[self.domain, Purpose.STEP] = self._step_bytes = ready.step_bytes
         held = sum(size for (domain, _), size in fixed.items() if domain == self.domain)

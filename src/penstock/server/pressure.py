@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
@@ -19,6 +19,8 @@ from penstock.memory.gauge import read_gpus, read_process, read_ram
 from penstock.memory.governor import Act, Events, Governor, Readings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.memory.baseline import Baseline
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
@@ -36,10 +38,11 @@ def build_governor(
     supervisor: Supervisor,
     server: Baseline,
     requests: RequestPool,
+    reclaim: Callable[[int], None],
 ) -> Governor:
     """A governor over this server's processes and models."""
     events = Events()
-    watch = _Watch(residency, supervisor, server, requests, events)
+    watch = _Watch(residency, supervisor, server, requests, reclaim, events)
     return Governor(ledger, watch, shed_list(residency), residency.room.held, events)
 
 
@@ -51,7 +54,9 @@ class _Watch:
     supervisor: Supervisor
     server: Baseline
     requests: RequestPool
+    reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
+    _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
 
     def busy(self) -> bool:
         """Whether memory may be moving."""
@@ -95,12 +100,18 @@ class _Watch:
             if worker is None or holding is None:
                 continue
             self._surprise(owner_of(name), holding.measured(worker.private_bytes))
+        unbooked = self.server.unbooked_bytes + self.residency.template.unbooked_bytes
+        if unbooked > 0:
+            self.reclaim(unbooked)  # KV makes room; the next turn books what was read
         if not self.busy():
             trim_heap()
             self.residency.room.spread()
 
     def _surprise(self, owner: str, drift: int) -> None:
-        if drift > DRIFT_LEAST_BYTES:
+        if drift <= DRIFT_LEAST_BYTES:
+            self._noted.pop(owner, None)
+        elif abs(drift - self._noted.get(owner, 0)) > DRIFT_LEAST_BYTES:
+            self._noted[owner] = drift
             self.events.add("drift", owner=owner, drift_bytes=drift)
 
 

@@ -122,8 +122,6 @@ def build_services(
         profile_dir=config.home / "profiles",
         patience_s=patience_s,
     )
-    governor = build_governor(ledger, residency, supervisor, server, requests)
-    metrics = Metrics(lambda: _statuses(residency), ledger, governor)
     loop = asyncio.get_running_loop()
     reclaims: set[asyncio.Task[None]] = set()
 
@@ -139,6 +137,8 @@ def build_services(
     def on_room() -> None:
         loop.call_soon(tell_waiters)
 
+    governor = build_governor(ledger, residency, supervisor, server, requests, reclaim)
+    metrics = Metrics(lambda: _statuses(residency), ledger, governor)
     ledger.on_room = on_room
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0

@@ -128,6 +128,7 @@ class FakeEngine:
             step_bytes=STEP_BYTES,
             kv_bytes=self.kv_bytes,
             step_tokens=self.spec.step_tokens,
+            overhead_bytes=PROCESS_BYTES,
         )
 
     def submit(self, request: Submit) -> None:

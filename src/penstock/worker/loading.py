@@ -24,7 +24,7 @@ from penstock.worker.engine.generate import GenerateEngine
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.meter import PrivateBytes, meter_for
+from penstock.worker.meter import PrivateBytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.profile import Bench, profile
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 BLOCK_TOKENS = 16
+# A chunk is shortened at the end of a long context, so that no step takes much longer than others.
+STEP_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 26}
 EXTENTS = 128  # of an arena, if they are not larger than they need to be
 
 # Rotary tables that change with the longest position in a batch: exact only below the length at
@@ -83,6 +85,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
             block_tokens=BLOCK_TOKENS,
             logit_rows=2 * spec.step_sequences,
             reserve=spec.reserve,
+            pairs=STEP_PAIRS[device.type],
         ),
         window=window,
         vocabulary=text.vocab_size,
@@ -92,21 +95,24 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     measured = profile(bench)
     progress("profile", 1, 1)
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
+    in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
+    committed = arena.committed_bytes if in_ram else 0
     ready = Ready(
         pid=0,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=_bytes_held(model),
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=layout.token_bytes,
         kv_tokens=kv_tokens,
         context=min(window, kv_tokens),
         load_s=0.0,
         cost=measured.cost,
-        process_bytes=PrivateBytes().read() - (arena.committed_bytes if arena.in_ram else 0),
+        process_bytes=PrivateBytes().read() - committed,
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
         step_tokens=measured.limits.tokens,
         outer_cap=str(outer.group) if outer is not None else None,
+        overhead_bytes=overhead_bytes(Path(spec.path), weight_bytes if in_ram else 0, committed),
     )
     engine = GenerateEngine(bench, measured, ready)
     verify.compare_with_own_attention(model, engine, text)

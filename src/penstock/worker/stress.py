@@ -6,6 +6,7 @@ what stands there. So the longest context can be tried before there is memory fo
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 # what a heap hands out depends a little on what came before.
 _NOISE_BYTES = 1 << 20
 _NOISE_SHARE = 0.03
-# A chunk at the end of a long context takes long to compute; beyond this many pairs of row and
-# context the chunk is shortened.
-_MOST_PAIRS = 1 << 24
 _LOGPROBS = 20
 
 _GREEDY = Sampling(temperature=0)
@@ -70,9 +68,14 @@ class Reach:
 
     @property
     def far(self) -> int:
-        """The context at whose end a whole chunk is tried."""
+        """The longest context at whose end a whole chunk may be."""
         tokens = self.limits.tokens
-        return min(self.longest, max(tokens, _MOST_PAIRS // tokens))
+        return min(self.longest, max(tokens, self.limits.pairs // tokens))
+
+    def chunk_at(self, context: int) -> int:
+        """The longest chunk at the end of a context."""
+        limits = self.limits
+        return min(limits.tokens, context, max(FLOOR_TOKENS, limits.pairs // context))
 
     @property
     def each(self) -> int:
@@ -96,23 +99,31 @@ class Reach:
 
         Within such a border a plane that lies above the measured corners lies above what is
         between them, as long as the cost of a chunk grows with its length, its context and their
-        product.
+        product. The length alone is tried in between as well: allocators serve small tensors from
+        a heap and large ones with mappings, and near the step from one to the other a shorter
+        chunk can take more than a longer one.
         """
         limits, far, longest = self.limits, self.far, self.longest
         whole, least = min(limits.tokens, longest), min(FLOOR_TOKENS, limits.tokens, longest)
-        scored = min(limits.logit_rows - limits.sequences, longest)
+        scored = min(limits.logit_rows - limits.sequences, self.chunk_at(longest))
         beside = limits.sequences - 1
         yield Trial(chunk=whole, context=far)
         yield Trial(decodes=1)
         yield self.full_decode()
-        yield Trial(chunk=least, context=longest)
+        for context in (longest, math.isqrt(far * longest)):  # along the bound on pairs
+            yield Trial(chunk=self.chunk_at(context), context=context)
         yield Trial(chunk=whole, context=whole, alike=True)
         yield Trial(chunk=least, context=least)
-        yield Trial(beside, self.each, limits.tokens - beside, context=far, demanding=True)
+        yield Trial(beside, self.each, limits.tokens - beside, context=whole, demanding=True)
         yield Trial(1, longest, demanding=True)
+        yield Trial(chunk=least, context=longest)
         yield Trial(scored=scored, context=longest)
         yield Trial(limits.sequences)
         yield Trial(chunk=whole, context=whole)
+        for quarters in (3, 1, 2):
+            tokens = whole * quarters // 4
+            if tokens > least:
+                yield Trial(chunk=tokens, context=tokens)
         yield self.everything()
 
 

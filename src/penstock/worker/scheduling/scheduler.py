@@ -47,6 +47,8 @@ class StepLimits:
     block_tokens: int
     logit_rows: int  # rows whose logits are computed: bounds the [rows, vocabulary] matrix
     reserve: Reserve = Reserve.EXPECTED
+    # Rows of a chunk times the context they see: what attention over it may take.
+    pairs: int = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,7 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         count = min(sequence.pending, budget)
+        count = min(count, max(FLOOR_TOKENS, self._limits.pairs // (sequence.computed + count)))
         if sequence.wants_prompt_logits:
             # Every other sequence of the step may still come to need the one row it samples from.
             taken = sum(p.count for p in plan.chunks if p.sequence.wants_prompt_logits)
