@@ -36,7 +36,7 @@ LONG = 1 << 30
 
 def spec(folder: Path, model: FakeModel | None = None, name: str = "fake") -> LoadSpec:
     (model or FakeModel()).write(folder)
-    return LoadSpec(name, str(folder), "cpu", "float32", kv_bytes=1 << 20)
+    return LoadSpec(name, str(folder), "cpu", "float32", memory_bytes=1 << 20)
 
 
 def request(max_tokens: int = LONG) -> Submit:
@@ -193,7 +193,7 @@ def test_a_worker_whose_server_is_gone_exits_whatever_it_does(
                 home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
             )
             worker = await supervisor.start(
-                LoadSpec("m", str(home / "m"), "cpu", "float32", kv_bytes=1 << 20)
+                LoadSpec("m", str(home / "m"), "cpu", "float32", memory_bytes=1 << 20)
             )
             if {behaviour.load_s} == 0:
                 await worker.ready

@@ -90,6 +90,15 @@ class ServerSettings:
     max_tokens_policy: Annotated[
         str, Knob(parse_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused")
     ] = "cut"
+    queue_requests: Annotated[
+        int, Knob(parse_integer(1), "most requests that wait for one model")
+    ] = 256
+    queue_bytes: Annotated[
+        int, Knob(parse_size, "most bytes of prompts that wait for one model")
+    ] = 256 << 20
+    queue_deadline_s: Annotated[
+        float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
+    ] = 600.0
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
@@ -112,6 +121,10 @@ class MemorySettings:
     gpu_limit: Annotated[
         str, Knob(parse_limit, "memory of each GPU: auto, a percentage or a size")
     ] = "auto"
+    spare: Annotated[
+        int | None,
+        Knob(parse_size, "left to the machine beyond all limits; otherwise 256 MiB or 2 %"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +152,17 @@ class ModelSettings:
     kv_bytes: Annotated[
         int | None, Knob(parse_size, "memory for KV; otherwise what the limit leaves")
     ] = None
+    kv_tokens: Annotated[
+        int | None, Knob(parse_integer(1), "KV for so many tokens; otherwise what the limit leaves")
+    ] = None
+    reserve: Annotated[
+        str,
+        Knob(
+            parse_choice("expected", "worst_case"),
+            "KV a request must find before it starts: what it is thought to need, or all it may",
+        ),
+    ] = "expected"
+    pinned: Annotated[bool, Knob(parse_boolean, "never unloaded for another model")] = False
     step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 1024
     step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
     step_target_s: Annotated[

@@ -24,6 +24,14 @@ _NO_LIMIT_V1 = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
+class GroupReading:
+    """A control group with a limit, our own or one above it."""
+
+    limit_bytes: int
+    used_bytes: int  # by all processes in it, less what the kernel can drop: clean file pages
+
+
+@dataclass(frozen=True, slots=True)
 class RamReading:
     """The machine's memory and the control group this process is in."""
 
@@ -31,6 +39,7 @@ class RamReading:
     available_bytes: int  # what the kernel thinks could be had without swapping
     cgroup_limit_bytes: int | None  # the tightest limit on the way to the root
     cgroup_used_bytes: int | None  # of our own group
+    groups: tuple[GroupReading, ...] = ()  # those with a limit, from ours to the root
 
     @property
     def capacity_bytes(self) -> int:
@@ -47,6 +56,10 @@ class ProcessReading:
     resident_bytes: int
     private_bytes: int  # what its exit would certainly give back
     proportional_bytes: int  # private, plus its share of what it shares (PSS)
+    # Not backed by a file, also where a child shares it still: with this the template's pages are
+    # counted once, whatever its children do.
+    anonymous_bytes: int
+    private_dirty_bytes: int  # what a child has of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,7 @@ def read_ram(proc: Path = PROC) -> RamReading:
     fields = _kib_fields(proc / "meminfo")
     physical = fields.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits, used = [], None
-    for group, (limit_file, used_file) in _memory_groups(proc):
+    for group, (limit_file, used_file) in memory_groups(proc):
         limit = _integer(group / limit_file)
         if limit is not None and limit < _NO_LIMIT_V1:
             limits.append(limit)
@@ -88,6 +101,8 @@ def read_process(pid: int, proc: Path = PROC) -> ProcessReading | None:
         resident_bytes=fields["Rss"],
         private_bytes=fields["Private_Clean"] + fields["Private_Dirty"],
         proportional_bytes=fields["Pss"],
+        anonymous_bytes=fields["Anonymous"],
+        private_dirty_bytes=fields["Private_Dirty"],
     )
 
 
@@ -158,11 +173,22 @@ def _integer(path: Path) -> int | None:
         return None
 
 
+def _droppable(group: Path) -> int:
+    """File pages of a control group; v1 has the sums over its children under `total_` names."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    prefix = "total_" if "total_inactive_file" in fields else ""
+    return sum(int(fields.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+
+
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V2_FILES = ("memory.max", "memory.current")
 
 
-def _memory_groups(proc: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+def memory_groups(proc: Path = PROC) -> Iterator[tuple[Path, tuple[str, str]]]:
     """Our memory control group and those above it, each with its limit and usage file names."""
     mounts = _cgroup_mounts(proc)
     try:

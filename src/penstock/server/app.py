@@ -27,9 +27,9 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, chat, completions, models
+from penstock.server.api import admin, chat, completions, models, plan
 from penstock.server.api.errors import error_event, error_headers, error_object
-from penstock.server.api.exchange import BodyBudget, ClientGone, Exchange
+from penstock.server.api.exchange import ClientGone, Exchange
 
 if TYPE_CHECKING:
     import asyncio
@@ -53,6 +53,11 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/admin/api/models", admin.resident_models),
+    ("GET", "/admin/api/memory", admin.memory),
+    ("GET", "/admin/api/requests", admin.waiting_requests),
+    ("GET", "/admin/api/events", admin.events),
+    ("GET", "/admin/api/plan", plan.plan_model),
+    ("POST", "/v1/plan", plan.plan_request),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{id:path}", models.show_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
@@ -86,7 +91,6 @@ class App:
         settings = services.config.server
         self._services = services
         self._closing = closing
-        self._budget = BodyBudget(settings.max_body, settings.max_bodies)
         self._door = _Door(settings.host, settings.api_keys, settings.hosts, settings.cors_origins)
         self._routes = [
             (Route(path, _unused, methods=[method]), endpoint)
@@ -99,7 +103,13 @@ class App:
             await send({"type": "websocket.close", "code": 1000})
             return
         exchange = Exchange(
-            dict(scope), receive, send, _request_id(scope), self._budget, self._closing
+            dict(scope),
+            receive,
+            send,
+            _request_id(scope),
+            self._services.requests.share(),
+            self._services.config.server.max_body,
+            self._closing,
         )
         exchange.record["route"] = "unknown"
         try:
@@ -115,6 +125,7 @@ class App:
                 InternalError(f"The server made a mistake; its log says more under {exchange.id}."),
             )
         finally:
+            exchange.share.release()
             self._note(exchange)
 
     async def _dispatch(self, exchange: Exchange) -> None:
@@ -217,6 +228,7 @@ class _Door:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise Unauthorized("The API key is not one of this server's.")
+        exchange.caller = f"key {matches.index(True) + 1}"
 
 
 def _hostname(address: str) -> str | None:

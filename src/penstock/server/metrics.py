@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from penstock.memory.governor import Governor
+    from penstock.memory.ledger import Ledger
     from penstock.server.api.exchange import Exchange
     from penstock.server.api.generation import Generation
     from penstock.wire import Status
@@ -32,7 +34,9 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """The counters of one server; `statuses` gives the latest figures of each loaded model."""
 
-    def __init__(self, statuses: Callable[[], Mapping[str, Status]]) -> None:
+    def __init__(
+        self, statuses: Callable[[], Mapping[str, Status]], ledger: Ledger, governor: Governor
+    ) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self._requests = Counter(
@@ -58,6 +62,7 @@ class Metrics:
             ["model"], buckets=_TOKEN_BUCKETS, registry=registry,
         )  # fmt: skip
         registry.register(_Workers(statuses))
+        registry.register(_Memory(ledger, governor))
 
     def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
         """A step gave one answer that many tokens, so long after its last one."""
@@ -108,10 +113,19 @@ _GAUGES = (
     ("step_s", "penstock_step_seconds", "Duration of the latest step."),
     ("host_s", "penstock_step_host_seconds", "The part of it without work for the device."),
     ("step_tokens", "penstock_step_tokens", "Tokens computed in the latest step."),
+    (
+        "predicted_bytes",
+        "penstock_step_predicted_bytes",
+        "What it was thought to take.",
+    ),
+    ("measured_bytes", "penstock_step_measured_bytes", "What it took."),
+    ("kv_committed_bytes", "penstock_kv_committed_bytes", "Memory behind the KV arena."),
+    ("private_bytes", "penstock_worker_private_bytes", "The worker's private memory."),
 )
 _COUNTERS = (
     ("steps", "penstock_steps", "Steps since the model was loaded."),
     ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
+    ("exhausted", "penstock_steps_exhausted", "Steps that ran out of memory and were taken back."),
 )
 
 
@@ -130,3 +144,33 @@ class _Workers(Collector):
                 for model, status in statuses.items():
                     family.add_metric([model], getattr(status, name))
                 yield family
+
+
+class _Memory(Collector):
+    """The books, from the latest snapshot, and what the governor counted."""
+
+    def __init__(self, ledger: Ledger, governor: Governor) -> None:
+        self._ledger = ledger
+        self._governor = governor
+
+    def collect(self) -> Iterable[Metric]:
+        """Bytes by domain and purpose, the bounds, and the events by kind."""
+        booked = GaugeMetricFamily(
+            "penstock_booked_bytes", "Bytes in the books.", labels=["domain", "purpose"]
+        )
+        bounds = GaugeMetricFamily(
+            "penstock_memory_bytes",
+            "The bounds of a domain, and what is free of it.",
+            labels=["domain", "what"],
+        )
+        for domain, state in self._ledger.snapshot().items():
+            for purpose, size in state.purposes().items():
+                booked.add_metric([domain, purpose.value], size)
+            for what in ("limit", "capacity", "spare", "external", "free"):
+                bounds.add_metric([domain, what], getattr(state, f"{what}_bytes"))
+        events = CounterMetricFamily(
+            "penstock_memory_events", "What the governor did and noticed.", labels=["event"]
+        )
+        for kind, count in self._governor.events.counts.items():
+            events.add_metric([kind], count)
+        yield from (booked, bounds, events)

@@ -24,6 +24,7 @@ from penstock.server.template import Child, TemplateProcess
 from penstock.wire import (
     Alive,
     FrameReader,
+    Freed,
     LoadFailed,
     Loading,
     LoadSpec,
@@ -71,6 +72,14 @@ class Supervisor:
     async def template(self) -> TemplateProcess:
         """The running template; raises `InternalError` with its last words if it cannot start."""
         return await asyncio.shield(self._ensure_template())
+
+    @property
+    def template_pid(self) -> int | None:
+        """The template's process id, while it runs."""
+        template = self._template
+        if template is None or _is_spent(template) or not template.done():
+            return None
+        return template.result().pid
 
     async def start(self, spec: LoadSpec) -> WorkerHandle:
         """A new process that loads `spec`; await the handle's `ready` for the outcome."""
@@ -164,10 +173,10 @@ class WorkerHandle:
         """The socket is ours."""
         self._transport = transport
 
-    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive) -> None:
+    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive | Freed) -> None:
         """What the worker said."""
         match message:
-            case Step() | Alive():
+            case Step() | Alive() | Freed():
                 self.client.receive(message)
             case Loading():
                 self.progress = message

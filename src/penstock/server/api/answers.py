@@ -41,6 +41,8 @@ def event(content: object) -> bytes:
 class Collected:
     """A sink that keeps every piece until the end, by choice."""
 
+    keeps = True
+
     def __init__(self, choices: int) -> None:
         self.pieces: list[list[Piece]] = [[] for _ in range(choices)]
 
@@ -56,6 +58,8 @@ class Collected:
 
 class _Stream:
     """A sink that hands pieces on as they come; None is the end."""
+
+    keeps = False
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Piece | None] = asyncio.Queue()

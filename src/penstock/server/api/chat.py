@@ -14,6 +14,7 @@ from penstock.errors import BadRequest
 from penstock.server.api.answers import DONE, collect, event, send_stream
 from penstock.server.api.exchange import decode_json
 from penstock.server.api.fields import Count, GenerationFields, check_nesting
+from penstock.server.api.front_door import FrontDoor
 from penstock.server.api.generation import Generation, Job, Piece
 from penstock.server.api.logprobs import chat_logprobs
 from penstock.server.api.messages import Message, template_messages, template_tools
@@ -56,15 +57,15 @@ class ChatFields(GenerationFields, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-_decoder = msgspec.json.Decoder(ChatFields)
+decoder = msgspec.json.Decoder(ChatFields)
 
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """The endpoint."""
     async with exchange.body() as body:
-        fields = await decode_json(_decoder, body)
-        job = await exchange.while_connected(_prepare(fields, services))
-    generation = Generation(services, job)
+        fields = await decode_json(decoder, body)
+        job = await exchange.while_connected(prepare(exchange, fields, services))
+    generation = Generation(exchange, services, job)
     with services.metrics.observe(exchange, generation, job.card.name):
         answer = _Answer(job.card.name, job.tokenizer, fields)
         if fields.stream:
@@ -75,7 +76,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             await exchange.send_json(answer.whole(choices, generation.usage.as_dict()))
 
 
-async def _prepare(fields: ChatFields, services: Services) -> Job:
+async def prepare(exchange: Exchange, fields: ChatFields, services: Services) -> Job:
+    """Everything up to the token ids; refuses what needs no loaded model to be refused."""
     fields.check()
     if any(kind != "text" for kind in fields.modalities or []):
         raise BadRequest("`modalities` can only be text.", param="modalities")
@@ -100,7 +102,8 @@ async def _prepare(fields: ChatFields, services: Services) -> Job:
         arguments=fields.chat_template_kwargs,
     )
     # The template has written the special tokens already.
-    prompt = await text.tokenizer.encode_in_thread(prompt_text, add_special_tokens=False)
+    door = FrontDoor(services, card, exchange.share, "messages")
+    prompt = await door.encode(text.tokenizer, prompt_text, add_special_tokens=False)
     if not prompt:
         raise BadRequest("`messages` come to no token at all.", param="messages")
     return Job(

@@ -11,14 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import BadRequest
+from penstock.memory.admission import RequestNeed
 from penstock.server.api.answers import DONE, collect, event, send_stream
 from penstock.server.api.exchange import decode_json
 from penstock.server.api.fields import GenerationFields, check_token_ids
+from penstock.server.api.front_door import FrontDoor
 from penstock.server.api.generation import Generation, Job, Piece
 from penstock.server.api.logprobs import CompletionLogprobs
 
 if TYPE_CHECKING:
-    from penstock.catalog import Card
     from penstock.server.api.exchange import Exchange
     from penstock.server.api.services import Services
     from penstock.text.tokenizer import Tokenizer
@@ -74,15 +75,15 @@ class CompletionFields(GenerationFields, kw_only=True):
         return prompts
 
 
-_decoder = msgspec.json.Decoder(CompletionFields)
+decoder = msgspec.json.Decoder(CompletionFields)
 
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """The endpoint."""
     async with exchange.body() as body:
-        fields = await decode_json(_decoder, body)
-        job = await exchange.while_connected(_prepare(fields, services))
-    generation = Generation(services, job)
+        fields = await decode_json(decoder, body)
+        job = await exchange.while_connected(prepare(exchange, fields, services))
+    generation = Generation(exchange, services, job)
     with services.metrics.observe(exchange, generation, job.card.name):
         answer = _Answer(job, fields)
         if fields.stream:
@@ -93,7 +94,8 @@ async def completions(exchange: Exchange, services: Services) -> None:
             await exchange.send_json(answer.whole(choices, generation.usage.as_dict()))
 
 
-async def _prepare(fields: CompletionFields, services: Services) -> Job:
+async def prepare(exchange: Exchange, fields: CompletionFields, services: Services) -> Job:
+    """Everything up to the token ids; refuses what needs no loaded model to be refused."""
     max_choices = services.config.server.max_choices
     fields.check()
     max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
@@ -103,10 +105,11 @@ async def _prepare(fields: CompletionFields, services: Services) -> Job:
     text = await services.texts.of(card)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, fields.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
+    door = FrontDoor(services, card, exchange.share, "prompt")
     return Job(
         card=card,
         tokenizer=text.tokenizer,
-        prompts=[await _token_ids(prompt, text.tokenizer, card) for prompt in prompts],
+        prompts=[await _token_ids(prompt, text.tokenizer, door) for prompt in prompts],
         fields=fields,
         prompt_field="prompt",
         max_tokens=max_tokens,
@@ -116,14 +119,13 @@ async def _prepare(fields: CompletionFields, services: Services) -> Job:
     )
 
 
-async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Card) -> list[int]:
+async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, door: FrontDoor) -> list[int]:
     if isinstance(prompt, str):
-        ids = await tokenizer.encode_in_thread(prompt, add_special_tokens=True)
+        ids = await door.encode(tokenizer, prompt, add_special_tokens=True)
     else:
         ids = prompt
-        # One that is too long is refused for that; there is no need to look at every id.
-        if len(ids) <= card.context:
-            check_token_ids(ids, card.vocab_size, "prompt")
+        await door.check(RequestNeed(len(ids), None, "prompt"))
+        check_token_ids(ids, door.card.vocab_size, "prompt")
     if not ids:
         raise BadRequest("`prompt` comes to no token at all.", param="prompt")
     return ids

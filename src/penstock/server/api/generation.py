@@ -1,4 +1,4 @@
-"""From token ids to pieces of text: the front door, the lease, the worker's answers.
+"""From token ids to pieces of text: the lease, the turn in line, the worker's answers.
 
 Chat and completions prepare a `Job` and choose a `Sink`; everything between is here, the same for
 both and for streams and whole answers. It knows neither HTTP nor how a protocol renders a piece.
@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock import wire
-from penstock.errors import BadRequest, ContextTooLong, WorkerLost
-from penstock.memory.limits import domain_of
+from penstock.errors import BadRequest, WorkerLost
+from penstock.memory.admission import RequestNeed
+from penstock.memory.requests import ANSWER_TOKEN_BYTES, LOGPROB_BYTES, TOKEN_BYTES
 from penstock.server.api.fields import seed_of
+from penstock.server.api.front_door import FrontDoor
 from penstock.text.stream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from penstock.catalog import Card
+    from penstock.server.api.exchange import Exchange
     from penstock.server.api.fields import GenerationFields
     from penstock.server.api.services import Services
     from penstock.server.client import ModelClient
+    from penstock.server.queue import Visit
     from penstock.text.tokenizer import Tokenizer
 
 
@@ -66,6 +70,8 @@ class Piece:
 class Sink(Protocol):
     """Where pieces go."""
 
+    keeps: bool  # until the answer is whole
+
     def put(self, piece: Piece) -> None:
         """Take the next piece."""
 
@@ -95,40 +101,90 @@ class Usage:
 class Generation:
     """One request on its way through a worker."""
 
-    def __init__(self, services: Services, job: Job) -> None:
+    def __init__(self, exchange: Exchange, services: Services, job: Job) -> None:
         self.usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
         self.submitted: float | None = None  # on the monotonic clock
         self.first_token: float | None = None
         self._services = services
         self._job = job
-        check_window(job, services.config.models.settings(job.card.name).max_context)
+        self._caller = exchange.caller
+        self._door = FrontDoor(services, job.card, exchange.share, job.prompt_field)
+        self._logprob_bytes = 0  # booked
+        self._deadline = exchange.started + services.config.server.queue_deadline_s
 
     async def run(self, sink: Sink) -> None:
-        """Put every piece into `sink`. A worker lost before the client saw anything is retried."""
-        try:
-            await self._attempt(sink)
-        except WorkerLost:
-            if not sink.restart():
-                raise
-            self.usage.completion_tokens = 0
-            await self._attempt(sink)
+        """Put every piece into `sink`. A worker lost before the client saw anything is retried;
+        one that was lost while this request stood in line does not count."""
+        await self._door.check(self._need(max(map(len, self._job.prompts))))
+        losses = 0
+        while True:
+            self.submitted = None
+            try:
+                return await self._attempt(sink)
+            except WorkerLost:
+                losses += self.submitted is not None
+                if losses > 1 or not sink.restart():
+                    raise
+                self.usage.completion_tokens = 0
+
+    def _need(self, prompt_tokens: int) -> RequestNeed:
+        policy = self._services.config.server.max_tokens_policy
+        return RequestNeed(
+            prompt_tokens,
+            self._job.max_tokens,
+            self._job.prompt_field,
+            refuse_overlong_answer=policy == "refuse",
+        )
 
     async def _attempt(self, sink: Sink) -> None:
-        job = self._job
-        async with self._services.residency.lease(job.card.name) as (_, client):
-            grants = [
-                grant(
-                    job, len(prompt), client.ready, self._services.config.server.max_tokens_policy
+        job, services = self._job, self._services
+        size = TOKEN_BYTES * self.usage.prompt_tokens
+        lane = services.lane(job.card.name)
+        with lane.visit(self._caller, job.fields.priority or 0, size) as visit:
+            async with services.residency.lease(job.card.name) as (_, client):
+                services.follow(lane, client)
+                grants = [
+                    await self._door.grant(self._need(len(prompt)), self._deadline)
+                    for prompt in job.prompts
+                ]
+                self.usage.granted_tokens = min(grants)
+                await self._book_logprobs(grants, sink)
+                await _together(
+                    [
+                        self._turn(client, visit, index, self._submit(index, grants), sink)
+                        for index in range(len(job.prompts) * job.n)
+                    ]
                 )
-                for prompt in job.prompts
-            ]
-            self.usage.granted_tokens = min(grants)
-            choices = [
-                self._choice(client, index, self._submit(index, grants), sink)
-                for index in range(len(job.prompts) * job.n)
-            ]
-            self.submitted = time.monotonic()
-            await _together(choices)
+
+    async def _book_logprobs(self, grants: list[int], sink: Sink) -> None:
+        """Log-probabilities are many times the answer: all there may be are booked at once, before
+        anything starts, so that no two requests can wait for each other's."""
+        job = self._job
+        entries = 0
+        if job.prompt_logprobs is not None:
+            entries += job.n * self.usage.prompt_tokens * (1 + job.prompt_logprobs)
+        if job.sampling.logprobs is not None and sink.keeps:
+            entries += job.n * sum(grants) * (1 + job.sampling.logprobs)
+        size = entries * LOGPROB_BYTES
+        most = self._services.requests.most_bytes
+        if size > most:
+            raise BadRequest(
+                f"The log-probabilities of this request may come to {entries}, which take {size} "
+                f"bytes in the server, and {most} are allowed; ask for fewer, lower `max_tokens` "
+                "or `n`, or stream the answer (memory.limit, server.max_bodies).",
+                param="logprobs",
+            )
+        if size > self._logprob_bytes:
+            await self._door.share.grow(size - self._logprob_bytes)
+            self._logprob_bytes = size
+
+    async def _turn(
+        self, client: ModelClient, visit: Visit, index: int, submit: wire.Submit, sink: Sink
+    ) -> None:
+        """One answer, when its turn comes."""
+        tokens = len(submit.prompt) + submit.max_tokens
+        async with visit.turn(client.ready.cost.sequence(tokens), tokens):
+            await self._choice(client, index, submit, sink)
 
     def _submit(self, index: int, grants: list[int]) -> wire.Submit:
         job = self._job
@@ -159,6 +215,7 @@ class Generation:
         prompt_logprobs: list[wire.TokenLogprobs | None] = []
         last_token: float | None = None
         async with client.generate(submit) as outputs:
+            self.submitted = self.submitted or time.monotonic()
             async for output in outputs:
                 prompt_logprobs += output.prompt_logprobs or []
                 if not output.tokens and output.finish is None:
@@ -170,6 +227,8 @@ class Generation:
                 else:
                     last_token = self._count(len(output.tokens), last_token)
                     self._absorb(piece, output, stream, submit.stop_token_ids)
+                if sink.keeps:
+                    self._door.share.grow_now(ANSWER_TOKEN_BYTES * len(output.tokens))
                 sink.put(piece)
                 if piece.finish is not None:
                     return
@@ -218,61 +277,3 @@ async def _together(work: list[Coroutine[None, None, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# --- the front door ----------------------------------------------------------------------------
-
-
-def check_window(job: Job, max_context: int | None) -> None:
-    """Refuse a prompt that the model's window can never hold; needs no loaded model."""
-    window = min(job.card.context, max_context or job.card.context)
-    longest = max(map(len, job.prompts))
-    if longest + 1 > window:
-        raise _too_long(job, "window", longest, window)
-
-
-def grant(job: Job, prompt_tokens: int, ready: wire.Ready, policy: str) -> int:
-    """How many tokens the answer may have, or a refusal."""
-    room = ready.context - prompt_tokens
-    if room < 1:
-        short_of_memory = ready.kv_tokens <= ready.context < job.card.context
-        reason = "memory" if short_of_memory else "window"
-        raise _too_long(job, reason, prompt_tokens, ready.context, ready)
-    asked = job.max_tokens
-    if asked is not None and asked > room and policy == "refuse":
-        raise BadRequest(
-            f"`max_tokens` is {asked}, but after the prompt of {prompt_tokens} tokens there is "
-            f"room for {room} (server.max_tokens_policy is refuse).",
-            param="max_tokens",
-        )
-    return room if asked is None else min(asked, room)
-
-
-def _too_long(
-    job: Job, reason: str, prompt_tokens: int, limit: int, ready: wire.Ready | None = None
-) -> ContextTooLong:
-    needed = prompt_tokens + 1
-    numbers: dict[str, object] = {
-        "reason": reason,
-        "domain": None,
-        "needed_tokens": needed,
-        "limit_tokens": limit,
-        "needed_bytes": None,
-        "limit_bytes": None,
-    }
-    if ready is not None:
-        numbers["domain"] = domain_of(ready.device)
-        numbers["needed_bytes"] = needed * ready.kv_bytes_per_token
-        numbers["limit_bytes"] = limit * ready.kv_bytes_per_token
-    why = (
-        "This model's maximum context length is"
-        if reason == "window"
-        else "The memory for this model's context holds"
-    )
-    knob = "" if reason == "window" else " (the knobs are memory.limit and models.kv_bytes)"
-    return ContextTooLong(
-        f"{why} {limit} tokens{knob}, but the prompt has {prompt_tokens} and the answer needs "
-        "at least one more.",
-        param=job.prompt_field,
-        numbers=numbers,
-    )

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, UnknownModel
+from penstock.server.queue import Capacity, Lane
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.catalog import Card, Catalog
     from penstock.config import Config
+    from penstock.memory.governor import Governor
+    from penstock.memory.ledger import Ledger
+    from penstock.memory.requests import RequestPool
+    from penstock.server.client import ModelClient
     from penstock.server.metrics import Metrics
     from penstock.server.residency import Residency
 
@@ -60,7 +65,11 @@ class Services:
     catalog: Catalog
     residency: Residency
     metrics: Metrics
+    ledger: Ledger
+    requests: RequestPool
+    governor: Governor
     texts: Texts = field(default_factory=Texts)
+    lanes: dict[str, Lane] = field(default_factory=dict)  # by model
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
@@ -95,5 +104,38 @@ class Services:
 
     def context_now(self, name: str) -> int | None:
         """The longest sequence that the loaded model can hold; None while it is not loaded."""
-        client = self.residency.ready_clients().get(name)
-        return None if client is None else client.ready.context
+        model = self.residency.tenants().get(name)
+        if model is None or model.holding is None:
+            return None
+        return model.holding.room().tokens_in(model.holding.granted_kv_bytes)
+
+    def lane(self, name: str) -> Lane:
+        """The line in front of a model."""
+        lane = self.lanes.get(name)
+        if lane is None:
+            settings = self.config.server
+            lane = self.lanes[name] = Lane(
+                name,
+                most_requests=settings.queue_requests,
+                most_bytes=settings.queue_bytes,
+                deadline_s=settings.queue_deadline_s,
+            )
+        return lane
+
+    def follow(self, lane: Lane, client: ModelClient) -> None:
+        """Let the line see what this worker can take, from its latest figures."""
+        model = self.residency.tenants().get(client.name)
+        holding = None if model is None else model.holding
+        if holding is None or client.on_step == lane.pump:
+            return
+
+        def capacity() -> Capacity:
+            return Capacity(
+                running=0 if client.status is None else client.status.running,
+                sequences=holding.plan.settings.step_sequences,
+                kv_bytes=holding.granted_kv_bytes,
+                held=holding.domain in self.residency.room.held,
+            )
+
+        lane.capacity = capacity
+        client.on_step = lane.pump

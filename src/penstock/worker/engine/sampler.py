@@ -2,7 +2,8 @@
 
 One uniform number a token, inverted through the cumulative distribution in token order: a request
 gets the same answer whatever else is in the batch, on whatever device, before and after a
-preemption. Rows never mix: every operation here works along the vocabulary.
+preemption. Rows never mix: every operation here works along the vocabulary. So they are taken in
+slices, and the memory this needs does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
+_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of logits worked on at once
 _COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
@@ -34,6 +36,21 @@ class Sampled:
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary], float32."""
+    answer = Sampled([], [])
+    for rows in _slices(logits):
+        part = _sample_slice(logits[rows], sequences[rows])
+        answer.tokens.extend(part.tokens)
+        answer.logprobs.extend(part.logprobs)
+    return answer
+
+
+def _slices(logits: Tensor) -> list[slice]:
+    count, width = logits.shape
+    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // width)
+    return [slice(start, start + rows) for start in range(0, count, rows)]
+
+
+def _sample_slice(logits: Tensor, sequences: list[Sequence]) -> Sampled:
     shaped = _shape(logits, sequences)
     tokens = shaped.argmax(dim=-1)
     random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
@@ -47,6 +64,14 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Sampled:
 
 def logprobs_of(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprobs]:
     """Log-probability of a given token in each row, with the best alternatives."""
+    return [
+        answer
+        for rows in _slices(logits)
+        for answer in _logprobs_of_slice(logits[rows], tokens[rows], alternatives)
+    ]
+
+
+def _logprobs_of_slice(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprobs]:
     scores = torch.log_softmax(logits.float(), dim=-1)
     chosen = scores.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     top: list[list[Candidate]] = [[] for _ in tokens]

@@ -40,6 +40,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens it can come to at the very most."""
+        return len(self.request.prompt) + self.request.max_tokens
+
+    @property
     def pending(self) -> int:
         """Known tokens that are not yet computed."""
         return len(self.tokens) - self.computed

@@ -1,0 +1,92 @@
+"""A plan computed: batch, forward, prompt log-probabilities, tokens. Changes no sequence.
+
+So a step that fails half-way leaves nothing to undo, and a profile can run steps that no request
+asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.wire import Output
+from penstock.worker.engine.batch import build_batch
+from penstock.worker.engine.sampler import logprobs_of, sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.wire import TokenLogprobs
+    from penstock.worker.engine.runner import Runner
+    from penstock.worker.scheduling.scheduler import Plan, Slice
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave, by request number."""
+
+    outputs: dict[int, Output] = field(default_factory=dict)  # without `finish`
+    tokens: dict[int, int] = field(default_factory=dict)  # of the slices that sample
+    scored: dict[int, int] = field(default_factory=dict)  # prompt tokens scored once it is taken
+    forward_s: float = 0.0
+
+
+class Executor:
+    """Runs plans on one model."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._block_tokens = runner.arena.layout.block_tokens
+
+    def logits(self, plan: Plan) -> Tensor:
+        """Write the KV of a plan's rows; the logits of those that need them."""
+        batch = build_batch(plan, self._block_tokens, self._runner.device)
+        return self._runner.forward(batch)
+
+    @torch.inference_mode()
+    def compute(self, plan: Plan) -> StepResult:
+        """One forward, and everything that follows from its logits."""
+        result = StepResult()
+        batch = build_batch(plan, self._block_tokens, self._runner.device)
+        started = time.perf_counter()
+        logits = self._runner.forward(batch)
+        result.forward_s = time.perf_counter() - started
+        rows: list[int] = []
+        samplers: list[Slice] = []
+        row = 0
+        for piece in plan.slices:
+            first, row = row, row + piece.logit_rows
+            if piece.sequence.wants_prompt_logits:
+                _score_prompt(piece, logits[first:row], result)
+            if piece.samples:
+                rows.append(row - 1)
+                samplers.append(piece)
+        if samplers:
+            wanted = logits if len(rows) == logits.shape[0] else logits[rows]
+            sampled = sample(wanted, [piece.sequence for piece in samplers])
+            for piece, token, scores in zip(
+                samplers, sampled.tokens, sampled.logprobs, strict=True
+            ):
+                number = piece.sequence.id
+                result.tokens[number] = token
+                output = result.outputs.setdefault(number, Output(number))
+                output.tokens = [token]
+                output.logprobs = [scores] if scores else None
+        return result
+
+
+def _score_prompt(piece: Slice, logits: Tensor, result: StepResult) -> None:
+    """Row i predicts token i + 1; the first token has no row. None is sent twice."""
+    sequence = piece.sequence
+    request = sequence.request
+    following = request.prompt[piece.start + 1 : piece.end + 1]
+    scores: list[TokenLogprobs | None] = [None] if piece.start == 0 else []
+    if following:
+        scores += logprobs_of(logits[: len(following)], following, request.prompt_logprobs or 0)
+    # A sequence that was preempted computes its rows again.
+    fresh = scores[sequence.scored - (piece.start + 1 if piece.start else 0) :]
+    result.scored[sequence.id] = sequence.scored + len(fresh)
+    result.outputs[sequence.id] = Output(sequence.id, prompt_logprobs=fresh)

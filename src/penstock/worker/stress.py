@@ -1,0 +1,195 @@
+"""Steps that no request asked for, run through the real executor to see what they cost.
+
+Their sequences share a few blocks: what a step takes beyond KV depends on how much it sees, not on
+what stands there. So the longest context can be tried before there is memory for it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.memory.cost import Measured
+from penstock.wire import Sampling, Submit
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Slice
+from penstock.worker.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.worker.engine.executor import Executor
+    from penstock.worker.kv.arena import Arena
+    from penstock.worker.kv.blocks import BlockPool
+    from penstock.worker.meter import Meter
+    from penstock.worker.scheduling.scheduler import StepLimits
+
+# Measuring is about this good: pages are counted per processor and summed up now and then, and
+# what a heap hands out depends a little on what came before.
+_NOISE_BYTES = 1 << 20
+_NOISE_SHARE = 0.03
+_LOGPROBS = 20
+
+_GREEDY = Sampling(temperature=0)
+# Everything at once that makes the sampler copy its rows.
+_DEMANDING = Sampling(
+    temperature=0.8,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logprobs=_LOGPROBS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A step to try."""
+
+    decodes: int = 0
+    decode_context: int = 1  # what each of them sees
+    chunk: int = 0  # tokens of one sequence's prompt
+    scored: int = 0  # tokens of a prompt whose own log-probabilities are asked for
+    context: int = 1  # what these two see
+    demanding: bool = False  # of the sampler
+    alike: bool = False  # all tokens the same, so that all go to the same experts
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far the trials of a model go."""
+
+    limits: StepLimits
+    longest: int  # the longest sequence that can be held
+    total: int  # the tokens that can be held
+
+    @property
+    def far(self) -> int:
+        """The longest context at whose end a whole chunk may be."""
+        tokens = self.limits.tokens
+        return min(self.longest, max(tokens, self.limits.pairs // tokens))
+
+    def chunk_at(self, context: int) -> int:
+        """The longest chunk at the end of a context."""
+        limits = self.limits
+        return min(limits.tokens, context, max(FLOOR_TOKENS, limits.pairs // context))
+
+    @property
+    def each(self) -> int:
+        """The context of each of a full batch of decodes."""
+        return max(1, min(self.longest, self.total // self.limits.sequences))
+
+    def everything(self) -> Trial:
+        """The largest step: decodes, a chunk and a scored prompt."""
+        limits, far = self.limits, self.far
+        decodes = max(0, limits.sequences - 2)
+        scored = min(limits.logit_rows - limits.sequences, far)
+        chunk = max(0, min(limits.tokens - decodes - scored, far))
+        return Trial(decodes, self.each, chunk, scored, far, demanding=True)
+
+    def full_decode(self) -> Trial:
+        """As many decodes as a step may have."""
+        return Trial(self.limits.sequences, self.each, demanding=True)
+
+    def trials(self) -> Iterator[Trial]:
+        """Shapes around the border of what a step may be, large and small in turn.
+
+        Within such a border a plane that lies above the measured corners lies above what is
+        between them, as long as the cost of a chunk grows with its length, its context and their
+        product. The length alone is tried in between as well: allocators serve small tensors from
+        a heap and large ones with mappings, and near the step from one to the other a shorter
+        chunk can take more than a longer one.
+        """
+        limits, far, longest = self.limits, self.far, self.longest
+        whole, least = min(limits.tokens, longest), min(FLOOR_TOKENS, limits.tokens, longest)
+        scored = min(limits.logit_rows - limits.sequences, self.chunk_at(longest))
+        beside = limits.sequences - 1
+        yield Trial(chunk=whole, context=far)
+        yield Trial(decodes=1)
+        yield self.full_decode()
+        for context in (longest, math.isqrt(far * longest)):  # along the bound on pairs
+            yield Trial(chunk=self.chunk_at(context), context=context)
+        yield Trial(chunk=whole, context=whole, alike=True)
+        yield Trial(chunk=least, context=least)
+        yield Trial(beside, self.each, limits.tokens - beside, context=whole, demanding=True)
+        yield Trial(1, longest, demanding=True)
+        yield Trial(chunk=least, context=longest)
+        yield Trial(scored=scored, context=longest)
+        yield Trial(limits.sequences)
+        yield Trial(chunk=whole, context=whole)
+        for quarters in (3, 1, 2):
+            tokens = whole * quarters // 4
+            if tokens > least:
+                yield Trial(chunk=tokens, context=tokens)
+        yield self.everything()
+
+
+class Stress:
+    """Runs trials on blocks of its own; `close` gives them back."""
+
+    def __init__(
+        self, executor: Executor, arena: Arena, pool: BlockPool, meter: Meter, tokens: int
+    ) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._meter = meter
+        self._block_tokens = arena.layout.block_tokens
+        self._blocks = pool.take(min(pool.free, -(-tokens // self._block_tokens) + 1))
+        for view in (*arena.keys, *arena.values):
+            view[self._blocks] = 0  # not what a sequence has left there
+        self._random = random.Random(0)
+
+    def close(self) -> None:
+        """Give the blocks back."""
+        self._pool.give(self._blocks)
+        self._blocks = []
+
+    def run(self, trial: Trial, vocabulary: int) -> Measured:
+        """One step; its shape and what it took."""
+        plan = self._plan(trial, vocabulary)
+        self._meter.drop_caches()
+        before = self._meter.held()
+        self._meter.mark()
+        self._executor.compute(plan)
+        took = max(0, self._meter.peak() - before)
+        shape = plan.shape
+        size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
+        return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
+
+    def _plan(self, trial: Trial, vocabulary: int) -> Plan:
+        plan = Plan()
+        how = _DEMANDING if trial.demanding else _GREEDY
+        # One list for all decodes: the lists of a full batch would be memory of their own.
+        ids = self._ids(trial, trial.decode_context, vocabulary)
+        for number in range(trial.decodes):
+            plan.decodes.append(Slice(self._sequence(number, ids, how), len(ids) - 1, 1))
+        if trial.chunk:
+            ids = self._ids(trial, max(trial.context, trial.chunk), vocabulary)
+            sequence = self._sequence(trial.decodes, ids, how)
+            plan.chunks.append(Slice(sequence, len(ids) - trial.chunk, trial.chunk))
+        if trial.scored:
+            ids = self._ids(trial, max(trial.context, trial.scored), vocabulary)
+            sequence = self._sequence(trial.decodes + 1, ids, how, prompt_logprobs=_LOGPROBS)
+            sequence.scored = start = len(ids) - trial.scored
+            plan.chunks.append(Slice(sequence, start, trial.scored))
+        return plan
+
+    def _ids(self, trial: Trial, count: int, vocabulary: int) -> list[int]:
+        if trial.alike:
+            return [0] * count
+        return self._random.choices(range(vocabulary), k=count)
+
+    def _sequence(
+        self, number: int, ids: list[int], how: Sampling, prompt_logprobs: int | None = None
+    ) -> Sequence:
+        # One token of prompt, unless it is to be scored: penalties see all that was generated.
+        prompt = ids if prompt_logprobs is not None else ids[:1]
+        sequence = Sequence(Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs), number)
+        sequence.tokens = ids
+        needed = -(-len(ids) // self._block_tokens)
+        repeats = -(-needed // len(self._blocks))
+        sequence.blocks = (self._blocks * repeats)[:needed]
+        return sequence

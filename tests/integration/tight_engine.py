@@ -1,0 +1,52 @@
+"""The real engine in a process whose memory runs out on cue: RLIMIT_DATA falls just before a step.
+
+`PENSTOCK_TIGHT` says when: `never`, `once` (the first step of many rows, one attempt) or the number
+of a request (every step that it is in, however small).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+from penstock.worker import loading
+from penstock.worker.meter import kib_field
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.wire import LoadSpec
+    from penstock.worker.engine.executor import StepResult
+    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.scheduling.scheduler import Plan
+
+MANY_ROWS = 200
+
+
+def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> GenerateEngine:
+    engine = loading.load_engine(spec, progress)
+    executor = engine._executor
+    compute = executor.compute
+    cue = os.environ["PENSTOCK_TIGHT"]
+    done = False
+
+    def is_cue(plan: Plan) -> bool:
+        if cue == "once":
+            return not done and plan.tokens >= MANY_ROWS
+        return cue in {str(piece.sequence.id) for piece in plan.slices}
+
+    def tight(plan: Plan) -> StepResult:
+        nonlocal done
+        if not is_cue(plan):
+            return compute(plan)
+        done = True
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (kib_field("VmData") + (1 << 20), hard))
+        try:
+            return compute(plan)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    executor.compute = tight  # type: ignore[method-assign]
+    return engine
