@@ -27,8 +27,8 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, chat, completions, models, plan
-from penstock.server.api.errors import error_event, error_headers, error_object
+from penstock.server.api import admin, anthropic, chat, completions, models, plan
+from penstock.server.api.errors import error_headers, style_of
 from penstock.server.api.exchange import ClientGone, Exchange
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models/{id:path}", models.show_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 ]
 
 
@@ -110,6 +112,7 @@ class App:
             self._services.requests.share(),
             self._services.config.server.max_body,
             self._closing,
+            style=style_of(scope["path"]),
         )
         exchange.record["route"] = "unknown"
         try:
@@ -153,14 +156,10 @@ class App:
 
     async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:
         exchange.record["error"] = error.code
-        if exchange.status is not None:
-            # The head is out: all that is left is to say it in the stream.
-            await exchange.write(error_event(error), more=False)
-            return
         headers = error_headers(error)
         if error.status == 413:
             headers["connection"] = "close"  # the rest of the body is not wanted
-        await exchange.send_json(error_object(error), error.status, headers)
+        await exchange.refuse(error, headers)
 
     def _note(self, exchange: Exchange) -> None:
         route = str(exchange.record["route"])

@@ -21,6 +21,7 @@ from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
 from penstock.worker.engine.executor import Executor
 from penstock.worker.engine.generate import GenerateEngine
+from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
@@ -74,7 +75,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
-        executor=Executor(runner),
+        executor=Executor(runner, Grammars.from_folder(Path(spec.path), text.vocab_size)),
         arena=arena,
         pool=BlockPool(arena.blocks, arena.extent_blocks, arena),
         meter=meter_for(device),

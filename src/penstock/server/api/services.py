@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, UnknownModel
 from penstock.server.queue import Capacity, Lane
+from penstock.text.manner import Manner
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -28,10 +29,11 @@ _CARD_S = 5.0  # a model that was just found is not looked for again
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A model's tokenizer and, if it has one, its chat template."""
+    """A model's tokenizer and, if it has one, its chat template and how it converses."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    manner: Manner | None
 
 
 class Texts:
@@ -54,7 +56,7 @@ class Texts:
 
 def _read(card: Card) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
-    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer))
 
 
 @dataclass(slots=True)

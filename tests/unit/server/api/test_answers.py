@@ -98,6 +98,7 @@ def test_the_default_model_answers_who_names_none(client: httpx.Client) -> None:
         "completion_tokens": 4,
         "total_tokens": len(PROMPT) + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "penstock": {"max_tokens": 4},
     }
 
