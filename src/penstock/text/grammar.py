@@ -124,6 +124,14 @@ def body_of(grammar: Grammar, wanted: Format) -> str:
             return grammar.lark(_string(wanted))
 
 
+def checked_grammar(wanted: Format) -> str:
+    """The grammar of an answer that is nothing but this form; blocking."""
+    grammar = Grammar()
+    grammar.start = body_of(grammar, wanted)
+    check(text := grammar.text(), wanted.param)
+    return text
+
+
 def check(text: str, param: str) -> None:
     """Refuse a grammar that the worker could not enforce; blocking, some milliseconds."""
     if problem := _problem(sha256(text.encode()).digest(), _Held(text)):

@@ -15,10 +15,11 @@ from penstock.memory.admission import RequestNeed
 from penstock.server.api.answers import DONE, EVENT_STREAM, KEEP_ALIVE, collect, send_stream
 from penstock.server.api.errors import error_object, event
 from penstock.server.api.exchange import decode_json
-from penstock.server.api.fields import GenerationFields, check_token_ids
+from penstock.server.api.fields import GenerationFields, check_token_ids, refuse_conflicts
 from penstock.server.api.front_door import FrontDoor
-from penstock.server.api.generation import Generation, Job, Piece, openai_finish
+from penstock.server.api.generation import AnswerForm, Generation, Job, Piece, openai_finish
 from penstock.server.api.logprobs import CompletionLogprobs
+from penstock.text.grammar import checked_grammar
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError
@@ -119,7 +120,17 @@ async def prepare(exchange: Exchange, fields: CompletionFields, services: Servic
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         prompt_logprobs=fields.logprobs if fields.echo else None,
+        form=await asyncio.to_thread(_form, fields),
     )
+
+
+def _form(fields: CompletionFields) -> AnswerForm:
+    """Plain text, or what the client wants it to match."""
+    wanted = fields.format()
+    if wanted is None:
+        return AnswerForm()
+    refuse_conflicts(fields)
+    return AnswerForm(grammar=checked_grammar(wanted))
 
 
 async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, door: FrontDoor) -> list[int]:

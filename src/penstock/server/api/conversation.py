@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadRequest
+from penstock.server.api.fields import GenerationFields, refuse_conflicts
 from penstock.server.api.front_door import FrontDoor
 from penstock.server.api.generation import AnswerForm, Job
 from penstock.server.api.limits import check_nesting
@@ -20,7 +21,6 @@ from penstock.text.manner import Thinking, ToolUse
 if TYPE_CHECKING:
     from penstock.catalog import Card
     from penstock.server.api.exchange import Exchange
-    from penstock.server.api.fields import GenerationFields
     from penstock.server.api.services import Services, Text
     from penstock.text.grammar import Format
 
@@ -94,17 +94,6 @@ def _render(card: Card, text: Text, asked: Conversation) -> tuple[str, AnswerFor
     )
     plan = manner.answer(prompt, asked.tools, asked.format, asked.thinking)
     if plan.grammar is not None:
-        _refuse_conflicts(asked.fields)
+        refuse_conflicts(asked.fields)
     form = AnswerForm(plan.parser, plan.visible, plan.grammar, plan.thinking)
     return prompt, form
-
-
-def _refuse_conflicts(fields: GenerationFields) -> None:
-    """A form of the answer decides where it ends; what forbids that end cannot be kept."""
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(fields, name):
-            raise BadRequest(
-                f"`{name}` cannot be kept together with a required form of the answer "
-                "(response_format, tools or a grammar).",
-                param=name,
-            )

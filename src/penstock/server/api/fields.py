@@ -176,3 +176,14 @@ def seed_of(seed: int, choice: int) -> int:
         return seed
     digest = blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) & _SEED_MASK
+
+
+def refuse_conflicts(fields: GenerationFields) -> None:
+    """A form of the answer decides where it ends; what forbids that end cannot be kept."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(fields, name):
+            raise BadRequest(
+                f"`{name}` cannot be kept together with a required form of the answer "
+                "(response_format, tools or a grammar).",
+                param=name,
+            )
