@@ -34,7 +34,8 @@ def client(real_url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def test_an_answer_and_the_same_as_a_stream(client: anthropic.Anthropic) -> None:
-    fields: Any = {"model": MODEL, "max_tokens": 6, "messages": HELLO, "top_k": 1}
+    fields: Any = {"model": MODEL, "max_tokens": 6, "messages": HELLO}
+    fields["extra_body"] = {"temperature": 0}
     whole = client.messages.create(**fields)
     assert whole.content[0].type == "text"
     assert "hello" in whole.content[0].text.lower()
@@ -56,7 +57,7 @@ def test_a_call_that_must_be_made(client: anthropic.Anthropic) -> None:
         messages=[{"role": "user", "content": "What is the weather in Paris?"}],
         tools=[TOOL],
         tool_choice={"type": "tool", "name": "weather"},
-        temperature=0,
+        extra_body={"temperature": 0},
     ) as stream:
         message = stream.get_final_message()
     [call] = message.content
@@ -82,7 +83,11 @@ def test_stop_sequences_and_prefixes(client: anthropic.Anthropic) -> None:
         {"role": "assistant", "content": "one, two, three,"},
     ]
     answer = client.messages.create(
-        model=MODEL, max_tokens=12, messages=messages, temperature=0, stop_sequences=["five"]
+        model=MODEL,
+        max_tokens=12,
+        messages=messages,
+        stop_sequences=["five"],
+        extra_body={"temperature": 0},
     )
     assert answer.content[0].type == "text"
     assert answer.content[0].text.strip().startswith("four")
@@ -92,7 +97,7 @@ def test_stop_sequences_and_prefixes(client: anthropic.Anthropic) -> None:
 def test_errors_have_the_packages_own_classes(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="nobody", max_tokens=1, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .* > 8192 maximum"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* > 8192 maximum"):
         client.messages.create(
             model=MODEL, max_tokens=1, messages=[{"role": "user", "content": "word " * 9000}]
         )

@@ -99,6 +99,10 @@ class ServerSettings:
     queue_deadline_s: Annotated[
         float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
     ] = 600.0
+    stored_responses: Annotated[
+        int, Knob(parse_integer(0), "most answers of /v1/responses that are kept")
+    ] = 1000
+    stored_bytes: Annotated[int, Knob(parse_size, "most bytes that they take on disk")] = 256 << 20
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0

@@ -27,7 +27,7 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, anthropic, chat, completions, models, plan
+from penstock.server.api import admin, anthropic, chat, completions, models, plan, responses
 from penstock.server.api.errors import error_headers, style_of
 from penstock.server.api.exchange import ClientGone, Exchange
 
@@ -62,6 +62,11 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models/{id:path}", models.show_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
     ("POST", "/v1/messages", anthropic.messages),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 ]
@@ -79,7 +84,7 @@ def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

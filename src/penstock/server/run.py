@@ -23,11 +23,13 @@ from penstock.memory.guard import guard_numbers, guard_sentence, open_books
 from penstock.memory.ledger import OutOfBudget
 from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
+from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
 from penstock.server.pressure import build_governor
 from penstock.server.residency import Residency
+from penstock.server.response_store import ResponseStore
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ async def serve(
         watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
+            await services.responses.recover()
             stop = _stopper(server, closing, config.server.shutdown_grace_s)
             limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
             guard = guard_sentence(guard_numbers(config, ram, gpus))
@@ -103,6 +106,7 @@ async def serve(
             load.cancel()
             watch.cancel()
             await asyncio.gather(load, watch, return_exceptions=True)
+            await services.responses.close()
             await _end_workers(residency, supervisor)
 
 
@@ -142,7 +146,12 @@ def build_services(
     ledger.on_room = on_room
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
-    return Services(config, catalog, residency, metrics, ledger, requests, governor)
+    settings = config.server
+    store = ResponseStore(
+        config.home / "responses.db", settings.stored_responses, settings.stored_bytes
+    )
+    responses = Responses(store)
+    return Services(config, catalog, residency, metrics, ledger, requests, governor, responses)
 
 
 def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:

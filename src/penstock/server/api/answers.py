@@ -30,7 +30,7 @@ class Renderer(Protocol):
     def events(self, piece: Piece) -> bytes:
         """What the client is sent for this piece; may be empty."""
 
-    def closing(self, usage: Usage) -> bytes:
+    async def closing(self, usage: Usage) -> bytes:
         """What ends the stream."""
 
     def failing(self, error: PenstockError) -> bytes:
@@ -104,16 +104,17 @@ async def send_stream(
         while not ended:
             pieces = await stream.next(keepalive_after_s)
             ended = None in pieces
-            content = b"".join(renderer.events(piece) for piece in pieces if piece is not None)
+            content = b""
             if ended and len(pieces) == 1 and exchange.status is None:
                 await producer  # ended before the first piece: its error gets a status
             if exchange.status is None:
                 await exchange.begin(200, _stream_headers(renderer))
-                content = renderer.opening(generation.usage) + content
+                content = renderer.opening(generation.usage)
+            content += b"".join(renderer.events(piece) for piece in pieces if piece is not None)
             if content or not pieces:
                 await exchange.write(content or renderer.keep_alive)
         await producer
-        await exchange.write(renderer.closing(generation.usage), more=False)
+        await exchange.write(await renderer.closing(generation.usage), more=False)
 
     async def answer() -> None:
         producer = asyncio.ensure_future(produce())

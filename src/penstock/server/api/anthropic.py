@@ -158,7 +158,7 @@ class _Answer:
             signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         return signed + _event("content_block_stop", index=self._index)
 
-    def closing(self, usage: Usage) -> bytes:
+    async def closing(self, usage: Usage) -> bytes:
         """The last block's end, why it ended, and the end."""
         reason, sequence = self._ending
         return (

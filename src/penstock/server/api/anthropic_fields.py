@@ -106,7 +106,7 @@ class ToolChoice(msgspec.Struct):
 class ThinkingFields(msgspec.Struct):
     """`thinking`."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str  # whatever else it says, only "disabled" means that there is to be none
     budget_tokens: Count | None = None
 
 

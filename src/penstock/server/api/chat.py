@@ -204,7 +204,7 @@ class _Answer:
             chunk["usage"] = None
         return event(chunk)
 
-    def closing(self, usage: Usage) -> bytes:
+    async def closing(self, usage: Usage) -> bytes:
         """The usage, if asked for, and the end."""
         if not self._include_usage:
             return DONE

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from penstock.catalog import Card
-    from penstock.server.api.exchange import Exchange
+    from penstock.memory.requests import Share
     from penstock.server.api.fields import GenerationFields
     from penstock.server.api.services import Services
     from penstock.server.client import ModelClient
@@ -139,19 +139,28 @@ class Usage:
         }
 
 
+class Origin(Protocol):
+    """Whose request it is: an exchange, or what is left of one in the background."""
+
+    caller: str
+    share: Share
+    started: float
+    record: dict[str, object]
+
+
 class Generation:
     """One request on its way through a worker."""
 
-    def __init__(self, exchange: Exchange, services: Services, job: Job) -> None:
+    def __init__(self, origin: Origin, services: Services, job: Job) -> None:
         self.usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
         self.submitted: float | None = None  # on the monotonic clock
         self.first_token: float | None = None
         self._services = services
         self._job = job
-        self._caller = exchange.caller
-        self._door = FrontDoor(services, job.card, exchange.share, job.prompt_field)
+        self._caller = origin.caller
+        self._door = FrontDoor(services, job.card, origin.share, job.prompt_field)
         self._logprob_bytes = 0  # booked
-        self._deadline = exchange.started + services.config.server.queue_deadline_s
+        self._deadline = origin.started + services.config.server.queue_deadline_s
 
     async def run(self, sink: Sink) -> None:
         """Put every piece into `sink`. A worker lost before the client saw anything is retried;

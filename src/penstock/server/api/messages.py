@@ -107,7 +107,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         if (value := getattr(message, name)) is not None:
             result[name] = value
     if message.tool_calls:
-        result["tool_calls"] = [_template_call(call, where) for call in message.tool_calls]
+        result["tool_calls"] = [template_call(call, where) for call in message.tool_calls]
     return result
 
 
@@ -137,7 +137,8 @@ def _text(message: Message, where: str) -> str:
     return "\n".join(texts)
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+def template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call as templates expect it, its arguments decoded where they are an object."""
     arguments: object = call.function.arguments
     try:
         decoded = msgspec.json.decode(call.function.arguments)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.memory.governor import Governor
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
+    from penstock.server.api.responses import Responses
     from penstock.server.client import ModelClient
     from penstock.server.metrics import Metrics
     from penstock.server.residency import Residency
@@ -70,6 +71,7 @@ class Services:
     ledger: Ledger
     requests: RequestPool
     governor: Governor
+    responses: Responses
     texts: Texts = field(default_factory=Texts)
     lanes: dict[str, Lane] = field(default_factory=dict)  # by model
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
