@@ -27,7 +27,17 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, anthropic, chat, completions, models, plan, responses
+from penstock.server.api import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    models,
+    ollama,
+    openapi,
+    plan,
+    responses,
+)
 from penstock.server.api.errors import error_headers, style_of
 from penstock.server.api.exchange import ClientGone, Exchange
 
@@ -52,6 +62,7 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/health", admin.health),
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/admin/api/models", admin.resident_models),
     ("GET", "/admin/api/memory", admin.memory),
     ("GET", "/admin/api/requests", admin.waiting_requests),
@@ -67,6 +78,11 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("DELETE", "/v1/responses/{id}", responses.delete),
     ("POST", "/v1/responses/{id}/cancel", responses.cancel),
     ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
     ("POST", "/v1/messages", anthropic.messages),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 ]

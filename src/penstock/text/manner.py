@@ -101,6 +101,11 @@ class Manner:
         tags = None if isinstance(chosen, Harmony) else tags_of(template, tokenizer)
         return cls(tokenizer, template, chosen or Hermes(), tags, "tools" in template)
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model reasons before it answers."""
+        return self.tags is not None or isinstance(self.dialect, Harmony)
+
     # --- what the template is given ------------------------------------------------------------
 
     def shown_tools(self, use: ToolUse) -> list[dict[str, Any]] | None:

@@ -114,7 +114,7 @@ class OutputFormat(msgspec.Struct):
     """The form of the answer."""
 
     type: str
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class OutputConfig(msgspec.Struct):
@@ -130,7 +130,7 @@ class CountFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
-    tools: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputConfig | None = None

@@ -36,7 +36,7 @@ class ChatFields(GenerationFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -65,7 +65,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

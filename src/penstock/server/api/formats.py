@@ -18,7 +18,7 @@ class JsonSchema(msgspec.Struct):
     """`response_format.json_schema`."""
 
     name: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
     description: str | None = None
 
@@ -51,7 +51,7 @@ class ResponseFormat(msgspec.Struct):
 class StructuredOutputs(msgspec.Struct, rename={"json_": "json"}):
     """vLLM's `structured_outputs`: one of these."""
 
-    json_: msgspec.Raw = msgspec.Raw()
+    json_: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

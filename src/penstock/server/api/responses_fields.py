@@ -87,7 +87,7 @@ class TextFormat(msgspec.Struct):
 
     type: str
     name: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
 
 
@@ -118,7 +118,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    tools: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
