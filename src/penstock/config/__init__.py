@@ -138,6 +138,22 @@ class CacheSettings:
     dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
 
 
+# The dialects of `penstock.text.tools`, which is above this in the layers.
+TOOL_DIALECTS = (
+    "harmony",
+    "deepseek",
+    "kimi",
+    "minimax",
+    "mistral",
+    "gemma",
+    "glm",
+    "qwen_coder",
+    "hermes",
+    "pythonic",
+    "llama_json",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """How a model runs: `[models]` for all of them, `[models.NAME]` for one."""
@@ -178,6 +194,10 @@ class ModelSettings:
     trust_remote_code: Annotated[
         bool, Knob(parse_boolean, "run Python code that a model folder brings")
     ] = False
+    tool_dialect: Annotated[
+        str,
+        Knob(parse_choice("auto", *TOOL_DIALECTS), "how the model writes calls of tools"),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from penstock.text.grammar import Format, Grammar, literal
 from penstock.text.parsing import plain
 from penstock.text.parts import CallBegin, ReasoningDelta, TextDelta
 from penstock.text.reasoning import Tags, read_reasoning, tags_of
-from penstock.text.tools import DIALECTS, by_name, chosen_for
+from penstock.text.tools import by_name, chosen_for
 from penstock.text.tools.dialect import MOST_CALLS, Marks, Tool
 from penstock.text.tools.harmony import CHANNEL as HARMONY_CHANNEL
 from penstock.text.tools.harmony import END, MESSAGE, Harmony
@@ -95,9 +95,6 @@ class Manner:
         chosen = chosen_for(template)
         if dialect is not None:
             chosen = by_name(dialect)
-            if chosen is None:
-                known = ", ".join(each.name for each in DIALECTS)
-                raise BadRequest(f"There is no tool dialect {dialect!r}; there are {known}.")
         tags = None if isinstance(chosen, Harmony) else tags_of(template, tokenizer)
         return cls(tokenizer, template, chosen or Hermes(), tags, "tools" in template)
 

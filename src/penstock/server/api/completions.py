@@ -106,7 +106,7 @@ async def prepare(exchange: Exchange, fields: CompletionFields, services: Servic
     fields.check_min_tokens(max_tokens)
     prompts = await asyncio.to_thread(fields.prompts, max_choices)
     card = await services.generator(fields.model)
-    text = await services.texts.of(card)
+    text = await services.text(card)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, fields.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
     door = FrontDoor(services, card, exchange.share, "prompt")

@@ -53,7 +53,7 @@ async def prepare(exchange: Exchange, asked: Conversation, services: Services) -
         )
     check_nesting(asked.template_arguments, "chat_template_kwargs")
     card = await services.generator(asked.fields.model)
-    text = await services.texts.of(card)
+    text = await services.text(card)
     sampling = asked.fields.sampling(card.sampling_defaults, card.vocab_size, asked.logprobs)
     stop_token_ids = asked.fields.stop_tokens(card.eos_token_ids, card.vocab_size)
     prompt_text, form = await asyncio.to_thread(_render, card, text, asked)

@@ -221,7 +221,7 @@ async def show(exchange: Exchange, services: Services) -> None:
     async with exchange.body() as body:
         fields = await decode_json(msgspec.json.Decoder(ShowFields), body)
     card = await services.find(fields.model or fields.name)
-    text = await services.texts.of(card) if card.kind == "generate" else None
+    text = await services.text(card) if card.kind == "generate" else None
     template = None if text is None else text.tokenizer.chat_template
     capabilities = ["completion"]
     if text is not None and text.manner is not None:

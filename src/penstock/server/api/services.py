@@ -43,21 +43,21 @@ class Texts:
     def __init__(self) -> None:
         self._loads: dict[object, asyncio.Future[Text]] = {}
 
-    async def of(self, card: Card) -> Text:
+    async def of(self, card: Card, dialect: str | None = None) -> Text:
         """The text side of a model; all who ask meanwhile wait for the same read."""
-        key = card.path
+        key = card.path, dialect
         load = self._loads.pop(key, None)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
-            load = asyncio.ensure_future(asyncio.to_thread(_read, card))
+            load = asyncio.ensure_future(asyncio.to_thread(_read, card, dialect))
         self._loads[key] = load  # the latest used is last
         while len(self._loads) > _KEPT_TEXTS:
             self._loads.pop(next(iter(self._loads)))
         return await asyncio.shield(load)
 
 
-def _read(card: Card) -> Text:
+def _read(card: Card, dialect: str | None) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
-    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer))
+    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer, dialect))
 
 
 @dataclass(slots=True)
@@ -105,6 +105,11 @@ class Services:
             raise
         self._found[name] = (now, card)
         return card
+
+    async def text(self, card: Card) -> Text:
+        """Its tokenizer and template, and how it converses as the settings have it."""
+        dialect = self.config.models.settings(card.name).tool_dialect
+        return await self.texts.of(card, None if dialect == "auto" else dialect)
 
     def context_now(self, name: str) -> int | None:
         """The longest sequence that the loaded model can hold; None while it is not loaded."""

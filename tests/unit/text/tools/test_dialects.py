@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import TOOL_DIALECTS
 from penstock.text.parsing import Parsing
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta, merged
 from penstock.text.tools import DIALECTS, by_name, chosen_for
@@ -304,6 +305,10 @@ def test_a_template_tells_its_dialect(template: str, name: str) -> None:
     chosen = chosen_for(template)
     assert chosen is not None
     assert chosen.name == name
+
+
+def test_every_dialect_can_be_set() -> None:
+    assert tuple(dialect.name for dialect in DIALECTS) == TOOL_DIALECTS
 
 
 def test_a_template_without_marks_tells_none() -> None:
