@@ -15,12 +15,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits
 
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from llguidance import LLParserLimits
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -51,6 +52,8 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 
 def limits() -> LLParserLimits:
     """What a grammar may cost."""
+    from llguidance import LLParserLimits
+
     return LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
 
 
@@ -71,11 +74,10 @@ class Grammar:
     rules: list[str] = field(default_factory=list)
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def json(self, schema: dict[str, Any] | bool) -> str:
-        """A reference to a JSON value that the schema allows."""
-        if isinstance(schema, dict):
-            schema = {**schema, "x-guidance": JSON_STYLE}
-        return self._add({"json_schema": schema})
+    def json(self, schema: dict[str, Any], *, lenient: bool = False) -> str:
+        """A reference to a JSON value that the schema allows; `lenient` as far as it can be."""
+        options = {**JSON_STYLE, "lenient": True} if lenient else JSON_STYLE
+        return self._add({"json_schema": {**schema, "x-guidance": options}})
 
     def lark(self, text: str) -> str:
         """A reference to a Lark grammar of the client's own."""
@@ -134,8 +136,13 @@ def checked_grammar(wanted: Format) -> str:
 
 def check(text: str, param: str) -> None:
     """Refuse a grammar that the worker could not enforce; blocking, some milliseconds."""
-    if problem := _problem(sha256(text.encode()).digest(), _Held(text)):
+    if problem := problem_of(text):
         raise BadRequest(f"`{param}` cannot be enforced: {problem}", param=param)
+
+
+def problem_of(text: str) -> str | None:
+    """Why a grammar cannot be enforced; None if it can."""
+    return _problem(sha256(text.encode()).digest(), _Held(text))
 
 
 class _Held:
@@ -155,6 +162,11 @@ class _Held:
 
 @lru_cache(_CHECKED)
 def _problem(digest: bytes, grammar: _Held) -> str | None:
+    try:
+        # Not at the top: there is no wheel of it for every machine, and without it all else works.
+        from llguidance import LLMatcher
+    except ImportError:
+        return "the package llguidance is not installed on this server."
     text, grammar.text = grammar.text, ""  # the cache keeps its arguments
     failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     if not failed:

@@ -178,7 +178,8 @@ class Manner:
         if not use.tools:
             grammar.start = " | ".join(answers)
             return grammar if answers else None
-        rule = self.dialect.calls(grammar, use.callable, use.most, marks, self.template)
+        callable_tools = [tool.enforceable() for tool in use.callable]
+        rule = self.dialect.calls(grammar, callable_tools, use.most, marks, self.template)
         grammar.rule("calls", f"{marks(rule.trigger)} {rule.after}")
         if use.required:
             grammar.start = "calls"

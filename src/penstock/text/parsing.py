@@ -44,6 +44,9 @@ class Source:
     def __init__(self) -> None:
         self.ended = False
         self.reasoning = False  # what is being read now is the model's reasoning
+        # Attempts at a call that may fail and be read again as text: each can cost a look at all
+        # that follows, so there are not many.
+        self.attempts = 16
         self._text = ""
         self._at = 0
         self._mark: int | None = None

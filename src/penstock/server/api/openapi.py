@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import __version__
-from penstock.server.api import chat, completions, ollama, responses
+from penstock.server.api import chat, completions, ollama
 from penstock.server.api.anthropic_fields import CountFields, MessagesFields
+from penstock.server.api.responses_fields import ResponseFields
 
 if TYPE_CHECKING:
     from penstock.server.api.exchange import Exchange
@@ -55,7 +56,7 @@ _OPERATIONS = (
     _Operation("post", "/v1/completions", "What follows a text (OpenAI)",
                _CHOICES, completions.CompletionFields, _STREAM),
     _Operation("post", "/v1/responses", "An answer as items, stored (OpenAI)",
-               _RESPONSE, responses.ResponseFields, _STREAM),
+               _RESPONSE, ResponseFields, _STREAM),
     _Operation("get", "/v1/responses/{id}", "A stored answer", _RESPONSE),
     _Operation("delete", "/v1/responses/{id}", "Forget a stored answer",
                _object(id=_TEXT, deleted=_FLAG)),
@@ -109,7 +110,7 @@ def _description() -> bytes:
     for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     errors = {f"{name}_error": schema for name, schema in _ERRORS.items()}
-    security = [{"bearer": []}, {"x_api_key": []}, {}]
+    security: list[dict[str, list[str]]] = [{"bearer": []}, {"x_api_key": []}, {}]
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

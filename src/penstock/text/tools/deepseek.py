@@ -55,7 +55,7 @@ class DeepSeek:
         fenced = "```json" in template
         bodies = []
         for tool in tools:
-            arguments = grammar.json(tool.schema)
+            arguments = tool.arguments(grammar)
             if fenced:
                 head = marks("function", SEPARATOR, tool.name + _FENCE)
                 bodies.append(f"{marks(CALL)} {head} {arguments} {marks(_FENCED, END)}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.text.grammar import literal
+from penstock.text.grammar import Grammar, literal, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.text.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 MOST_CALLS = 16  # of one answer that must call: a small model does not end by itself
@@ -24,6 +23,18 @@ class Tool:
     definition: dict[str, Any]  # as templates are given it
     parameters: dict[str, Any] = field(default_factory=dict)  # a JSON schema
     strict: bool = False
+
+    def arguments(self, grammar: Grammar) -> str:
+        """A reference to the arguments in a grammar: to the letter only if the tool is strict."""
+        return grammar.json(self.schema, lenient=not self.strict)
+
+    def enforceable(self) -> Tool:
+        """This tool, or one of any arguments if its schema cannot be kept and need not be."""
+        if self.strict:
+            return self
+        alone = Grammar()
+        alone.start = self.arguments(alone)
+        return self if problem_of(alone.text()) is None else replace(self, parameters={})
 
     @property
     def schema(self) -> dict[str, Any]:

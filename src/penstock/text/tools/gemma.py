@@ -125,7 +125,7 @@ class _Writer:
             case "array" if depth > 0:
                 item = self._value(wanted.get("items"), tool, depth - 1)
                 return f"({literal('[')} ({item} ({literal(',')} {item})*)? {literal(']')})"
-        return self.grammar.json(wanted)
+        return self.grammar.json(wanted, lenient=not tool.strict)
 
 
 def _decoded(written: str, quote: str) -> tuple[str, str] | None:

@@ -59,7 +59,7 @@ class Harmony:
         """One call: the token behind it ends the generation, so it is no part of the rule."""
         bodies = [
             f"{marks(f'commentary to=functions.{tool.name} ', CONSTRAIN, 'json', MESSAGE)} "
-            f"{grammar.json(tool.schema)}"
+            f"{tool.arguments(grammar)}"
             for tool in tools
         ]
         return CallRule(CHANNEL, grammar.rule("call", " | ".join(bodies)))

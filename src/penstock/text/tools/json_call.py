@@ -26,6 +26,8 @@ _KEYS = ('"arguments"', '"parameters"')
 
 def read_object(source: Source, is_tool: Callable[[str], bool]) -> Parse[bool]:
     """One call; False, and nothing consumed, when what comes is none. No space before it."""
+    if source.attempts == 0:
+        return False
     source.mark()
     name = yield from _name_first(source)
     if name is not None and is_tool(name):
@@ -43,6 +45,7 @@ def read_object(source: Source, is_tool: Callable[[str], bool]) -> Parse[bool]:
     call = decoded_call("".join(written)) if complete else None
     if call is None or not is_tool(call[0]):
         source.rewind()
+        source.attempts -= 1
         return False
     source.unmark()
     yield CallBegin(call[0])
@@ -120,6 +123,6 @@ def object_rule(grammar: Grammar, tools: Sequence[Tool], key: str, index: str = 
     bodies = []
     for number, tool in enumerate(tools):
         head = literal('{"name": ' + json.dumps(tool.name) + f', "{key}": ')
-        body = f"{head} {grammar.json(tool.schema)} {literal('}')}"
+        body = f"{head} {tool.arguments(grammar)} {literal('}')}"
         bodies.append(grammar.rule(f"call{index}_{number}", body))
     return grammar.rule(f"call{index}", " | ".join(bodies))

@@ -53,7 +53,7 @@ class Kimi:
         number = grammar.rule("NUMBER", "/[0-9]{1,3}/")
         bodies = [
             f"{marks(CALL, f'functions.{tool.name}:')} {number} {marks(ARGUMENTS)} "
-            f"{grammar.json(tool.schema)} {marks(END)}"
+            f"{tool.arguments(grammar)} {marks(END)}"
             for tool in tools
         ]
         call = grammar.rule("call", " | ".join(bodies))

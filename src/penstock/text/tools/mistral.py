@@ -49,7 +49,7 @@ class Mistral:
         if ARGUMENTS not in template:
             call = object_rule(grammar, tools, "arguments")
             return CallRule(OPEN, f"{marks('[')} {repeated(call, most, marks(', '))} {marks(']')}")
-        bodies = [f"{marks(tool.name, ARGUMENTS)} {grammar.json(tool.schema)}" for tool in tools]
+        bodies = [f"{marks(tool.name, ARGUMENTS)} {tool.arguments(grammar)}" for tool in tools]
         call = grammar.rule("call", " | ".join(bodies))
         return CallRule(OPEN, repeated(call, most, marks(OPEN)))
 

@@ -67,7 +67,7 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
     required = tool.parameters.get("required")
     required = required if isinstance(required, list) else []
     bodies = {
-        name: f"{literal(name + '=')} {grammar.json(wanted if isinstance(wanted, dict) else {})}"
+        name: f"{literal(name + '=')} {_value(grammar, wanted, tool)}"
         for name, wanted in properties.items()
     }
     needed = [body for name, body in bodies.items() if name in required]
@@ -81,6 +81,10 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
         for number, body in enumerate(optional)
     ]
     return f"({' | '.join(rules)})?" if rules else ""
+
+
+def _value(grammar: Grammar, wanted: Any, tool: Tool) -> str:
+    return grammar.json(wanted if isinstance(wanted, dict) else {}, lenient=not tool.strict)
 
 
 def _list(source: Source, tools: Sequence[Tool]) -> Parse[None]:

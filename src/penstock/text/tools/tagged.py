@@ -57,7 +57,7 @@ def _value(grammar: Grammar, tool: Tool, wanted: Any, form: TaggedForm, name: st
     wanted = wanted if isinstance(wanted, dict) else {}
     behind = literal(form.behind)
     if wanted.get("type") != "string":
-        return f"{grammar.json(wanted)} {behind}"
+        return f"{grammar.json(wanted, lenient=not tool.strict)} {behind}"
     odd = sorted(wanted.keys() - _ANNOTATIONS)
     if odd == ["enum"] and isinstance(wanted["enum"], list):
         return f"{one_of(literal(str(choice)) for choice in wanted['enum'])} {behind}"

@@ -50,6 +50,11 @@ class Executor:
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         return self._runner.forward(batch)
 
+    @property
+    def constrains(self) -> bool:
+        """Whether answers can be constrained here."""
+        return self._grammars is not None
+
     def admit(self, request: Submit) -> None:
         """A request will be in plans; what constrains its answer is made ready."""
         if self._grammars is None:

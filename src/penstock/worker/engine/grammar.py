@@ -11,6 +11,7 @@ Knows no logits: the sampler applies masks.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from penstock.errors import BadRequest, ModelUnusable
 from penstock.text.grammar import limits
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from llguidance import LLMatcher
     from numpy.typing import NDArray
 
     from penstock.wire import Submit, Thinking
     from penstock.worker.scheduling.sequence import Sequence
 
     Bits = NDArray[np.int32]
+
+log = logging.getLogger(__name__)
 
 _KEPT = 32  # compiled grammars; most take well under a megabyte
 
@@ -54,6 +57,8 @@ class Grammars:
 
     def __init__(self, tokens: list[bytes], special_ids: Series[int]) -> None:
         """`tokens` are the bytes of each id; special ones only stand where a grammar names them."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         # The library wants one token that ends every text. Which tokens do so here each request
         # says for itself, so it gets one of its own, behind those of the model.
         self._words = -(-(len(tokens) + 1) // 32)
@@ -68,10 +73,13 @@ class Grammars:
 
     @classmethod
     def from_folder(cls, folder: Path, vocabulary: int) -> Self | None:
-        """For the tokenizer of a model; None when it has none."""
+        """For the tokenizer of a model; None when it, or the library, is not there."""
         try:
+            import llguidance  # noqa: F401 - there is no wheel of it for every machine
+
             tokenizer = Tokenizer.from_folder(folder)
-        except ModelUnusable:
+        except (ImportError, ModelUnusable) as error:
+            log.warning("answers of this model cannot be constrained: %s", error)
             return None
         special = set(tokenizer.special_ids)
         tokens: list[bytes] = []
@@ -112,6 +120,8 @@ class Grammars:
         key = sha256(grammar.encode()).digest()
         matcher = self._compiled.get(key)
         if matcher is None:
+            from llguidance import LLMatcher
+
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
             self._compiled[key] = matcher
             while len(self._compiled) > _KEPT:
@@ -123,7 +133,7 @@ class Grammars:
         masks = Masks([], np.empty((len(wanted), self._words), dtype=np.int32))
         for row, sequence, constraint in wanted:
             place = len(masks.rows)
-            if constraint.fill(sequence.tokens[sequence.prompt_tokens :], masks.bits[place]):
+            if constraint.fill(sequence, masks.bits[place]):
                 masks.rows.append(row)
             if constraint.error:
                 masks.failed[sequence.id] = constraint.error
@@ -157,11 +167,11 @@ class Constraint:
         """Why the grammar cannot be followed any further; "" if it can."""
         return self.matcher.get_error() if self.matcher is not None else ""
 
-    def fill(self, generated: list[int], row: Bits) -> bool:
-        """Write the mask after these tokens; False when every token is allowed."""
-        for token in generated[self._seen :]:
+    def fill(self, sequence: Sequence, row: Bits) -> bool:
+        """Write the mask of its next token; False when every token is allowed."""
+        for token in sequence.tokens[sequence.prompt_tokens + self._seen :]:
             self._take(token)
-        self._seen = len(generated)
+        self._seen = sequence.generated
         if self._phase is _Phase.THINKING:
             return self._fill_thinking(row)
         if self.matcher is None:
@@ -231,7 +241,10 @@ class _Vocabulary:
 def refuse_unconstrained(request: Submit) -> None:
     """Refuse what asks for a mask where none can be made."""
     if request.grammar is not None or request.thinking is not None:
-        raise BadRequest("The model has no tokenizer.json, so its answers cannot be constrained.")
+        raise BadRequest(
+            "Answers of this model cannot be constrained: it has no tokenizer.json, or the package "
+            "llguidance is not installed."
+        )
 
 
 def _allow(row: Bits, tokens: Series[int]) -> None:
