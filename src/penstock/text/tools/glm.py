@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SHAPE = Shape("<arg_key>", "</arg_key>", "</arg_value>", CLOSE, value_open="<arg_value>")
-_FORM = TaggedForm("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n")
+_FORM = TaggedForm("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>")
 
 
 class Glm:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="'
 _SHAPE = Shape('<parameter name="', '">', "</parameter>", "</invoke>")
-_FORM = TaggedForm('<parameter name="{}">', "</parameter>\n")
+_FORM = TaggedForm('<parameter name="{}">', "</parameter>")
 
 
 class MiniMax:

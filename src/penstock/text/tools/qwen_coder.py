@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
 _SHAPE = Shape("<parameter=", ">", "</parameter>", "</function>", newlines=True)
-_FORM = TaggedForm("<parameter={}>\n", "\n</parameter>\n")
+_FORM = TaggedForm("<parameter={}>\n", "</parameter>", lead="\n")
 
 
 class QwenCoder:

@@ -27,7 +27,13 @@ class TaggedForm:
     """What stands before (with the argument's name) and behind a value."""
 
     before: str
-    behind: str
+    close: str  # the first of these ends a text
+    lead: str = ""  # stands before the closing tag, where a model is taught so
+
+    @property
+    def behind(self) -> str:
+        """All that follows a value which says itself where it ends."""
+        return f"{self.lead}{self.close}\n"
 
 
 def tagged_call(grammar: Grammar, tool: Tool, form: TaggedForm, prefix: str) -> str:
@@ -67,5 +73,5 @@ def _value(grammar: Grammar, tool: Tool, wanted: Any, form: TaggedForm, name: st
             f"keyword {odd[0]!r} of one of them cannot be enforced; drop it or `strict`.",
             param="tools",
         )
-    # Lazy: the first closing tag ends the value.
-    return grammar.rule(f"{name}[lazy]", f"/(?s:.*)/ {behind}")
+    text = grammar.rule(f"{name}[lazy]", f"/(?s:.*)/ {literal(form.close)}")
+    return f"{text} {literal(chr(10))}"
