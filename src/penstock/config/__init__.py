@@ -102,6 +102,9 @@ class ServerSettings:
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
+    slow_client_s: Annotated[
+        float, Knob(parse_seconds, "a client that takes nothing for so long is let go")
+    ] = 300.0
     shutdown_grace_s: Annotated[
         float, Knob(parse_seconds, "time for running answers when stopped")
     ] = 5.0

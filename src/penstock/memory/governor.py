@@ -87,7 +87,7 @@ class Watch(Protocol):
 
 def outside(readings: Readings) -> dict[str, tuple[int, int]]:
     """(external, capacity) of each domain: by the bound that leaves the least."""
-    own = sum(process.private_dirty_bytes for process in readings.processes.values())
+    own = sum(process.unbacked_bytes for process in readings.processes.values())
     ram = readings.ram
     bounds = [(ram.physical_bytes, ram.physical_bytes - ram.available_bytes)]
     bounds += [(group.limit_bytes, group.used_bytes) for group in ram.groups]

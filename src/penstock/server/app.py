@@ -110,6 +110,7 @@ class App:
             self._services.requests.share(),
             self._services.config.server.max_body,
             self._closing,
+            self._services.config.server.slow_client_s,
         )
         exchange.record["route"] = "unknown"
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
 from penstock.memory.gauge import read_gpus, read_process, read_ram
 from penstock.memory.governor import Act, Events, Governor, Readings
+from penstock.memory.slack import NOISE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.server.residency import Residency
     from penstock.server.supervisor import Supervisor
 
-DRIFT_LEAST_BYTES = 8 << 20  # less than this is noise
 _libc = ctypes.CDLL(None)
 
 
@@ -95,12 +95,14 @@ class _Watch:
             self._surprise("server", self.server.measured(size))
         if (template := processes.get("template")) is not None:
             self._surprise("template", self.residency.template.measured(template.anonymous_bytes))
+        unbooked = 0
         for name, model in self.residency.tenants().items():
             worker, holding = processes.get(owner_of(name)), model.holding
             if worker is None or holding is None:
                 continue
             self._surprise(owner_of(name), holding.measured(worker.private_bytes))
-        unbooked = self.server.unbooked_bytes + self.residency.template.unbooked_bytes
+            unbooked += holding.unbooked_bytes
+        unbooked += self.server.unbooked_bytes + self.residency.template.unbooked_bytes
         if unbooked > 0:
             self.reclaim(unbooked)  # KV makes room; the next turn books what was read
         if not self.busy():
@@ -108,9 +110,9 @@ class _Watch:
             self.residency.room.spread()
 
     def _surprise(self, owner: str, drift: int) -> None:
-        if drift <= DRIFT_LEAST_BYTES:
+        if drift <= NOISE_BYTES:
             self._noted.pop(owner, None)
-        elif abs(drift - self._noted.get(owner, 0)) > DRIFT_LEAST_BYTES:
+        elif abs(drift - self._noted.get(owner, 0)) > NOISE_BYTES:
             self._noted[owner] = drift
             self.events.add("drift", owner=owner, drift_bytes=drift)
 

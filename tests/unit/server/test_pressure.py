@@ -11,14 +11,15 @@ from penstock.memory.gauge import ProcessReading, RamReading
 from penstock.memory.governor import Events, Readings
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.requests import RequestPool
-from penstock.server.pressure import DRIFT_LEAST_BYTES, _Watch
+from penstock.memory.slack import NOISE_BYTES
+from penstock.server.pressure import _Watch
 
 MIB = 1 << 20
 
 
 def readings(server: int, template: int) -> Readings:
     def process(size: int) -> ProcessReading:
-        return ProcessReading(size, size, size, size, size)
+        return ProcessReading(size, size, size, size, size, size)
 
     ram = RamReading(1 << 40, 1 << 39, None, None)
     return Readings(ram, (), {"server": process(server), "template": process(template)})
@@ -80,5 +81,5 @@ def test_what_requests_hold_is_not_booked_twice() -> None:
 def test_noise_is_no_drift() -> None:
     ledger = Ledger({"ram": 1000 * MIB})
     baseline = Baseline(ledger, "server", 100 * MIB)
-    assert baseline.measured(100 * MIB + DRIFT_LEAST_BYTES) == DRIFT_LEAST_BYTES
+    assert baseline.measured(100 * MIB + NOISE_BYTES) == NOISE_BYTES
     assert baseline.unbooked_bytes == 0
