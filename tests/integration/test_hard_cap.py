@@ -32,7 +32,7 @@ def test_a_model_whose_kv_is_large(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "big-kv"
     folder.mkdir(parents=True)
     shapes.write_folder("random:big-kv", folder)
-    report = run(folder, "768MiB", tmp_path / "serve.log", 300)
+    report = run(folder, "896MiB", tmp_path / "serve.log", 300)
     print(report)  # noqa: T201
     hard_cap.check(report)
     assert report.tally.refusals("memory") >= 40

@@ -52,6 +52,9 @@ class Events:
     def __init__(self) -> None:
         self._rows: deque[dict[str, object]] = deque(maxlen=_EVENTS_KEPT)
         self.counts: dict[str, int] = {}
+        self.drift: dict[
+            str, int
+        ] = {}  # by how much each process was last read to be over its books
 
     def add(self, kind: str, **fields: object) -> None:
         """Something happened."""

@@ -54,6 +54,7 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/metrics", admin.metrics),
     ("GET", "/admin/api/models", admin.resident_models),
     ("GET", "/admin/api/memory", admin.memory),
+    ("POST", "/admin/api/memory/reset", admin.reset_memory),
     ("GET", "/admin/api/requests", admin.waiting_requests),
     ("GET", "/admin/api/events", admin.events),
     ("GET", "/admin/api/plan", plan.plan_model),

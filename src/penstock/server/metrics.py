@@ -173,4 +173,11 @@ class _Memory(Collector):
         )
         for kind, count in self._governor.events.counts.items():
             events.add_metric([kind], count)
-        yield from (booked, bounds, events)
+        drift = GaugeMetricFamily(
+            "penstock_memory_drift_bytes",
+            "By how much a process was read to be over its books; negative: under them.",
+            labels=["owner"],
+        )
+        for owner, size in self._governor.events.drift.items():
+            drift.add_metric([owner], size)
+        yield from (booked, bounds, events, drift)

@@ -212,7 +212,10 @@ class Model:
                 "dtype": ready.dtype,
                 "kv_bytes": self.holding.granted_kv_bytes,
                 "kv_tokens": self.holding.granted_kv_bytes // max(room.kv_bytes_per_token, 1),
+                "kv_bytes_per_token": room.kv_bytes_per_token,
                 "weight_bytes": ready.weight_bytes,
+                "step_bytes": ready.step_bytes,
+                "measured_step_bytes": max(point.bytes for point in ready.cost.measured),
                 "requests": self.worker.client.open_requests,
             }
         if self.state is State.FAILED and self.error is not None:

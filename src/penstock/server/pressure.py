@@ -110,6 +110,7 @@ class _Watch:
             self.residency.room.spread()
 
     def _surprise(self, owner: str, drift: int) -> None:
+        self.events.drift[owner] = drift
         if drift <= NOISE_BYTES:
             self._noted.pop(owner, None)
         elif abs(drift - self._noted.get(owner, 0)) > NOISE_BYTES:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import Overloaded
+from penstock.server.drain import DrainRate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 LOOK_AHEAD = 4  # turns beyond those that the worker runs
-_STARTS_KEPT = 64  # how far back the rate looks
-_RATE_S = 60.0
-_CAUTION = 1.1  # a little late is better than refused twice
-_UNKNOWN_S = 2.0  # between two starts, before any was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Lane:
         full = requests >= self._most_requests
         # One request alone may be as large as it likes: its bytes are booked elsewhere too.
         if full or (self._waiting and held + size_bytes > self._most_bytes):
-            retry_after_s = self._rate.promise()
+            retry_after_s, place = self._rate.promise()
             what = (
                 f"{requests} requests wait for the model {self._model!r}, and server.queue_requests"
                 if full
@@ -100,6 +97,8 @@ class Lane:
                     "reason": "queue",
                     "waiting": requests,
                     "starts_per_s": round(self._rate.per_s(), 3),
+                    "place": place,
+                    "expected_s": round(retry_after_s, 3),
                 },
             )
         return Visit(self, key, priority, size_bytes, self._clock())
@@ -168,6 +167,7 @@ class Lane:
         self._lines.setdefault(visit.priority, {}).setdefault(visit.key, deque()).append(turn)
         self.pump()
         turn.waited = True
+        self._note_crowd()
         try:
             await self._until_started(turn)
             yield
@@ -175,10 +175,18 @@ class Lane:
             if turn in self._at_work:
                 del self._at_work[turn]
                 self._kv_at_work -= kv_bytes
-                self._rate.ended()
             else:
                 self._forget(turn)
             self.pump()
+            self._note_crowd()
+
+    def _note_crowd(self) -> None:
+        """Tell the rate whether anyone waits for a place; a request that waits for a load or for
+        memory is in the line too, but no start would help it."""
+        if any(True for _ in self._turns()):
+            self._rate.crowd()
+        else:
+            self._rate.cleared()
 
     async def _until_started(self, turn: _Turn) -> None:
         left = turn.visit.arrived + self._deadline_s - self._clock()
@@ -186,7 +194,7 @@ class Lane:
             async with asyncio.timeout(max(left, 0.0) if not turn.started.done() else None):
                 await turn.started
         except TimeoutError:
-            retry_after_s = self._rate.promise()
+            retry_after_s, _ = self._rate.promise()
             raise Overloaded(
                 f"The request waited {self._deadline_s:g} s for its turn at the model "
                 f"{self._model!r} (server.queue_deadline_s).",
@@ -198,16 +206,15 @@ class Lane:
         self._at_work[turn] = None
         self._kv_at_work += turn.kv_bytes
         self._served[turn.visit.key] += turn.tokens
-        if self._no_longer_waits(turn.visit) and turn.waited:
+        if turn.visit in self._waiting and turn.waited:
             self._rate.started()
+        self._no_longer_waits(turn.visit)
         turn.started.set_result(None)
 
-    def _no_longer_waits(self, visit: Visit) -> bool:
-        if visit not in self._waiting:
-            return False
-        del self._waiting[visit]
-        self._waiting_bytes -= visit.size_bytes
-        return True
+    def _no_longer_waits(self, visit: Visit) -> None:
+        if visit in self._waiting:
+            del self._waiting[visit]
+            self._waiting_bytes -= visit.size_bytes
 
     def _may_start(self, turn: _Turn) -> bool:
         if not self._at_work:
@@ -273,50 +280,3 @@ class Visit:
         trace: TracebackType | None,
     ) -> None:
         self._lane.leave(self)
-
-
-class DrainRate:
-    """How fast places become free, and which of them are spoken for.
-
-    From the starts of those who waited; where too few have, from the ends of those at work, which
-    makes an idle model look slow rather than fast.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
-        self._ends: deque[float] = deque(maxlen=_STARTS_KEPT)
-        self._promised: deque[float] = deque()  # when those who were refused come back
-
-    def started(self) -> None:
-        """A waiting request has left the line for the worker."""
-        self._starts.append(self._clock())
-
-    def ended(self) -> None:
-        """A place with the worker is free."""
-        self._ends.append(self._clock())
-
-    def per_s(self) -> float:
-        """Starts per second. Silence lowers it: the time since the last start counts."""
-        now = self._clock()
-        for times in (self._starts, self._ends):
-            while times and now - times[0] > _RATE_S:
-                times.popleft()
-            if len(times) >= 2:
-                between = (times[-1] - times[0]) / (len(times) - 1)
-                return 1 / max(between, (now - times[-1]) / 2, 1e-3)
-        return 1 / _UNKNOWN_S
-
-    def until(self, place: int) -> float:
-        """Seconds until that many have started."""
-        return place / self.per_s()
-
-    def promise(self) -> float:
-        """Seconds until a place is free that nobody else was promised."""
-        now = self._clock()
-        while self._promised and self._promised[0] <= now:
-            self._promised.popleft()
-        latest = self._promised[-1] if self._promised else now
-        place = latest + _CAUTION / self.per_s()
-        self._promised.append(place)
-        return place - now

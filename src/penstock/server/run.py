@@ -23,7 +23,7 @@ from penstock.memory.guard import guard_numbers, guard_sentence, open_books
 from penstock.memory.ledger import OutOfBudget
 from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
-from penstock.server.api.services import Services
+from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
 from penstock.server.pressure import build_governor
@@ -142,7 +142,8 @@ def build_services(
     ledger.on_room = on_room
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
-    return Services(config, catalog, residency, metrics, ledger, requests, governor)
+    texts = Texts(requests, server)
+    return Services(config, catalog, residency, metrics, ledger, requests, governor, texts)
 
 
 def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:

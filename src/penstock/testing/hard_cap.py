@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CAGE_SHARE = 1.15
 BOOKS_SHARE = 0.02  # by which books and readings may differ at rest
+KV_SHARE = 0.95  # of the room for KV is used for it at least
 _SAMPLE_S = 0.2
 _HANG_S = 180.0  # a client that has no end by then is a fault
 _REST_S = 60.0
@@ -68,6 +69,7 @@ class Report:
     """What a run showed."""
 
     limit_bytes: int
+    room: Room
     tally: Tally
     highest: Inside
     samples: int
@@ -82,7 +84,7 @@ class Report:
     def __str__(self) -> str:
         mib = 1 << 20
         return (
-            f"{self.tally}\n  highest {self.highest.total_bytes / mib:.0f} of "
+            f"{self.tally}\n  {self.room}\n  highest {self.highest.total_bytes / mib:.0f} of "
             f"{self.limit_bytes / mib:.0f} MiB in {self.samples} samples; charged "
             f"{self.charged_bytes / mib:.0f} MiB; pushed {self.pushed}; kills {self.kills}; at "
             f"rest books {self.rest.booked_bytes / mib:.1f}, read "
@@ -114,12 +116,14 @@ def run(folder: Path, memory: str, log: Path, *, count: int, seed: int) -> Repor
         with watcher.watching():
             server.wait_until_ready()
             before = _workers(server)
+            room = read_room(server, cage, folder, limit)
             target = find_target(server, model)
             tally = asyncio.run(hammer(server.url, orders(target, count, seed), patience_s=_HANG_S))
             rest = at_rest(server, cage, folder)
         assert watcher.highest is not None
         return Report(
             limit_bytes=limit,
+            room=room,
             tally=tally,
             highest=watcher.highest,
             samples=watcher.samples,
@@ -131,6 +135,58 @@ def run(folder: Path, memory: str, log: Path, *, count: int, seed: int) -> Repor
             rest=rest,
             events=_events(server),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How the limit is divided when a model has just been loaded, read from /proc."""
+
+    limit_bytes: int
+    server_bytes: int
+    template_bytes: int  # its share: pages that a worker still shares with it count half for each
+    worker_bytes: int  # beside weights and KV
+    weight_bytes: int
+    step_bytes: int  # the largest that was measured
+    kv_bytes_per_token: int
+    kv_tokens: int
+
+    def tokens(self, share: float = 1.0) -> int:
+        """KV tokens that this share of the limit would hold beside everything else."""
+        held = self.server_bytes + self.template_bytes + self.worker_bytes + self.weight_bytes
+        left = self.limit_bytes * share - held - self.step_bytes
+        return int(max(left, 0) // self.kv_bytes_per_token)
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return (
+            f"server {self.server_bytes / mib:.0f}, template {self.template_bytes / mib:.0f}, "
+            f"worker {self.worker_bytes / mib:.0f}, weights {self.weight_bytes / mib:.0f}, step "
+            f"{self.step_bytes / mib:.0f} MiB; {self.kv_tokens} KV tokens of {self.tokens()} that "
+            f"there is room for ({self.kv_tokens / max(self.tokens(), 1):.3f}); a fixed fraction "
+            f"of 0.9 would give {self.tokens(0.9)}, of 0.8 {self.tokens(0.8)}"
+        )
+
+
+def read_room(server: Served, cage: Cage, folder: Path, limit_bytes: int) -> Room:
+    """The division now; the model is loaded and nothing runs."""
+    inside, row = cage.inside(folder), server.row(folder.name)
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    committed = _metric(metrics, "penstock_kv_committed_bytes")
+    worker = inside.processes[row["pid"]] - committed
+    others = sum(inside.processes.values()) - inside.processes[row["pid"]]
+    own = inside.processes[server.pid]
+    # Weights that are not mapped are the worker's own memory.
+    copied = row["weight_bytes"] - inside.mapped_bytes if not inside.mapped_bytes else 0
+    return Room(
+        limit_bytes=limit_bytes,
+        server_bytes=own,
+        template_bytes=others - own,
+        worker_bytes=worker - copied,
+        weight_bytes=inside.mapped_bytes + copied,
+        step_bytes=row["measured_step_bytes"],
+        kv_bytes_per_token=row["kv_bytes_per_token"],
+        kv_tokens=row["kv_tokens"],
+    )
 
 
 def find_target(server: Served, model: str) -> Target:
@@ -179,6 +235,7 @@ def check(report: Report) -> None:
     assert report.pushed == 0, f"the group had to act: {report}"
     assert report.workers_after == report.workers_before, "a worker was replaced"
     assert report.highest.total_bytes <= report.limit_bytes, str(report)
+    assert report.room.kv_tokens >= KV_SHARE * report.room.tokens(), str(report)
     assert rest.figures["requests"] == {"used_bytes": 0, "waiting": 0}
     assert rest.free_blocks == rest.blocks, str(report)
     difference = abs(rest.booked_bytes - rest.read_bytes)
