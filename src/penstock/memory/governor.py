@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.25
-IDLE_S = 2.0
+IDLE_S = 0.5  # others may take memory while nothing runs here
 SHORT_S = 0.1
 RELEASE_TURNS = 8  # without a shortage, after which a domain is let go even without room over
 _ACT_S = 5.0  # an act that takes longer is left to itself

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.server.plans import ModelPlan
     from penstock.wire import Freed
 
+_WEIGHTS_IN_RAM = ("ram", Purpose.WEIGHTS)
 _SLACK_SHARE = 4  # of a model's bytes are kept for surprises at most
 
 
@@ -107,9 +108,9 @@ class Holding:
         self.granted_kv_bytes = kv_bytes = max(kv_bytes, 0)
         await self._order(Grant(kv_bytes, self._step_bytes))
 
-    async def shed_caches(self) -> None:
+    def trim(self) -> asyncio.Future[Freed | None]:
         """Have it give back what its allocators keep for later."""
-        await self._order(Shed(0))
+        return self._order(Shed(0))
 
     def _order(self, message: Grant | Shed) -> asyncio.Future[Freed | None]:
         assert self._client is not None
@@ -126,15 +127,19 @@ class Holding:
         self.granted_kv_bytes = min(freed.kv_bytes, self.kv_bytes)
         self._book(self.granted_kv_bytes)
 
-    def measured(self, private_bytes: int) -> int:
-        """The process was read to hold so much RAM; by how much that is more than it should.
+    def measured(self, dirty_bytes: int) -> int:
+        """The process was read to hold so much RAM of its own, mapped files aside; by how much that
+        is more than it should.
 
         The books follow: what is more than expected is kept as slack beside the process's own.
         """
+        if self._client is None:
+            return 0
         ram, before = self._booking.needs, self.slack_bytes
-        expected = self._booking.total("ram") - before - self._uncommitted_bytes()
+        mapped = ram.get(_WEIGHTS_IN_RAM, 0) - self._client.ready.copied_bytes
+        expected = self._booking.total("ram") - before - mapped - self._uncommitted_bytes()
         # A reading and the worker's own word on its KV may be a moment apart; two in a row are not.
-        latest, self._latest_excess = self._latest_excess, private_bytes - expected
+        latest, self._latest_excess = self._latest_excess, dirty_bytes - expected
         excess = min(latest, self._latest_excess)
         self._slack.observe(excess)
         if (change := self._slack.bytes - before) != 0:

@@ -69,6 +69,7 @@ class Model:
     refusals: int = 0  # in a row
     error: PenstockError | None = None  # why it is FAILED
     retry_at: float = 0.0  # when FAILED may be tried again
+    _rests_since: float = 0.0
 
     @property
     def client(self) -> ModelClient:
@@ -118,6 +119,15 @@ class Model:
         """End it, if it is still idle."""
         assert self.unload_idle is not None
         await self.unload_idle()
+
+    def rested(self, after_s: float) -> bool:
+        """Whether it has been idle for so long; true once for each time it rests."""
+        if self.leases or self.client.open_requests or self._rests_since == self.used_at:
+            return False
+        if time.monotonic() - self.used_at < after_s:
+            return False
+        self._rests_since = self.used_at
+        return True
 
     # --- its life ---
 

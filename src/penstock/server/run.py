@@ -31,9 +31,10 @@ from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.config import Config, ServerSettings
+    from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
     from penstock.wire import Status
 
@@ -85,7 +86,7 @@ async def serve(
     if config.models.default is not None:
         await asyncio.to_thread(catalog.find, config.models.default)
     with _listen(config.server.host, config.server.port) as sock:
-        services = build_services(config, catalog, supervisor, ledger)
+        services = build_services(config, catalog, supervisor, ledger, gpus)
         residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
@@ -107,7 +108,11 @@ async def serve(
 
 
 def build_services(
-    config: Config, catalog: Catalog, supervisor: Supervisor, ledger: Ledger
+    config: Config,
+    catalog: Catalog,
+    supervisor: Supervisor,
+    ledger: Ledger,
+    gpus: Sequence[GpuReading],
 ) -> Services:
     """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
     patience_s = config.server.queue_deadline_s
@@ -122,6 +127,7 @@ def build_services(
         profile_dir=config.home / "profiles",
         patience_s=patience_s,
     )
+    residency.gpus = gpus
     loop = asyncio.get_running_loop()
     reclaims: set[asyncio.Task[None]] = set()
 

@@ -35,21 +35,25 @@ def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
         asked: list[int] = []
         events = Events()
         residency = SimpleNamespace(
-            template=template, tenants=dict, workers=dict, room=SimpleNamespace(spread=lambda: None)
+            template=template,
+            tenants=dict,
+            workers=dict,
+            room=SimpleNamespace(spread=lambda busy: None),
         )
         watch = _Watch(
             cast("Any", residency), cast("Any", None), server, pool, asked.append, events
         )
 
-        grown = readings(server=140 * MIB, template=200 * MIB)
-        watch.reconcile(grown)
-        watch.reconcile(grown)
+        grown = {"server": 140 * MIB, "template": 200 * MIB}
+        watch.reconcile(first := readings(**grown))
+        watch.reconcile(first)  # nothing was read anew
+        watch.reconcile(readings(**grown))
         assert asked == [40 * MIB, 40 * MIB]
         assert [row["event"] for row in events.rows()] == ["drift"]
         ledger.check()
 
         kv.resize({("ram", Purpose.KV): kv.total() - 40 * MIB})  # what the model gives back
-        watch.reconcile(grown)
+        watch.reconcile(readings(**grown))
         assert server.booked_bytes == 140 * MIB
         assert len(asked) == 2
         watch.reconcile(readings(server=90 * MIB, template=150 * MIB))
@@ -65,7 +69,10 @@ def test_what_requests_hold_is_not_booked_twice() -> None:
         server = Baseline(ledger, "server", 100 * MIB)
         pool = RequestPool(ledger, 50 * MIB, 100 * MIB, 1.0)
         residency = SimpleNamespace(
-            template=Baseline(ledger, "template", 1), tenants=dict, workers=dict
+            template=Baseline(ledger, "template", 1),
+            tenants=dict,
+            workers=dict,
+            room=SimpleNamespace(spread=lambda busy: None),
         )
         watch = _Watch(
             cast("Any", residency), cast("Any", None), server, pool, lambda _: None, Events()
