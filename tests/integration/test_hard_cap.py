@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def run(folder: Path, memory: str, log: Path, count: int) -> hard_cap.Report:
+def run(folder: Path, memory: str, log: Path, count: int, **settings: str) -> hard_cap.Report:
     try:
-        return hard_cap.run(folder, memory, log, count=count, seed=1)
+        return hard_cap.run(folder, memory, log, count=count, seed=1, **settings)
     except NoCage as reason:
         pytest.skip(f"no control group to run in: {reason}")
 
@@ -32,7 +32,9 @@ def test_a_model_whose_kv_is_large(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "big-kv"
     folder.mkdir(parents=True)
     shapes.write_folder("random:big-kv", folder)
-    report = run(folder, "896MiB", tmp_path / "serve.log", 300)
+    # Small steps are quickly measured, and a prompt then takes many of them.
+    small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
+    report = run(folder, "896MiB", tmp_path / "serve.log", 260, **small)
     print(report)  # noqa: T201
     hard_cap.check(report)
     assert report.tally.refusals("memory") >= 40

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
+    from penstock.server.api.exchange import Exchange
+
 CONTEXT = 100_000
 
 
@@ -203,11 +205,11 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
 
         return read
 
-    answer = App.__call__
+    answer = App._dispatch
 
-    async def marked(self: App, *arguments: Any) -> None:
+    async def marked(self: App, exchange: Exchange) -> None:
         in_a_request.set(True)
-        await answer(self, *arguments)
+        await answer(self, exchange)
 
     for module, names in (
         (pressure, ("read_ram", "read_process", "read_gpus")),
@@ -216,13 +218,15 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         for name in names:
             monkeypatch.setattr(module, name, watched(name))
-    monkeypatch.setattr(App, "__call__", marked)
+    monkeypatch.setattr(App, "_dispatch", marked)
     with (
         # Loaded at the start: a load does read, whoever asked for it.
         serving(home, models_default="fake") as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
-        while client.get("/ready").status_code != 200:
+        deadline = time.monotonic() + 30
+        while (ready := client.get("/ready")).status_code != 200:
+            assert time.monotonic() < deadline, ready.text
             time.sleep(0.02)
         assert complete(client, "hi", max_tokens=3).status_code == 200
         for model in ("fake", "huge"):

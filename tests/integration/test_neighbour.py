@@ -97,7 +97,11 @@ def test_a_neighbour_that_eats_memory_and_lets_go(tmp_path: Path) -> None:
         shapes.write_folder("random:tiny-llama", folder)
     (tmp_path / "models" / BUSY / "penstock.json").unlink()
     tiny.save("llama", tmp_path / "models" / BUSY, **MODEL)
-    settings = {"PENSTOCK_SERVER_QUEUE_DEADLINE_S": "4"}
+    settings = {
+        "PENSTOCK_SERVER_QUEUE_DEADLINE_S": "4",
+        "PENSTOCK_MODELS_STEP_TOKENS": "64",  # small steps are quickly measured
+        "PENSTOCK_MODELS_STEP_SEQUENCES": "8",
+    }
     try:
         cage = Cage(CAGE)
     except NoCage as reason:

@@ -104,13 +104,18 @@ class Rest:
     figures: dict[str, Any]
 
 
-def run(folder: Path, memory: str, log: Path, *, count: int, seed: int) -> Report:
-    """`count` requests to the model in `folder`; raises `NoCage` where no cage can be made."""
+def run(folder: Path, memory: str, log: Path, *, count: int, seed: int, **settings: str) -> Report:
+    """`count` requests to the model in `folder`; raises `NoCage` where no cage can be made.
+
+    `settings` are environment variables of the server.
+    """
     home, model, limit = folder.parent.parent, folder.name, parse_size(memory)
     warm_page_cache(folder)
     with (
         Cage(int(limit * CAGE_SHARE)) as cage,
-        served(home, log, f"--memory={memory}", f"--model={model}", cage=cage) as server,
+        served(
+            home, log, f"--memory={memory}", f"--model={model}", cage=cage, environment=settings
+        ) as server,
     ):
         watcher = Watcher(cage, folder)
         with watcher.watching():
