@@ -7,6 +7,7 @@ requests.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class DrainRate:
         self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)  # of this rush
         self._since: float | None = None  # somebody waits from then on
         self._earlier: float | None = None  # starts per second in the last rush
-        self._promised: deque[float] = deque()  # when those who were refused come back
+        self._promised: list[float] = []  # when those who were refused come back, in order
 
     def crowd(self) -> None:
         """Somebody waits; more of them change nothing."""
@@ -72,13 +73,19 @@ class DrainRate:
         return place / self.per_s()
 
     def promise(self) -> tuple[float, int]:
-        """Seconds until a place is free that nobody else was promised, and which one that is."""
-        now = self._clock()
-        while self._promised and self._promised[0] <= now:
-            self._promised.popleft()
-        latest = self._promised[-1] if self._promised else now
-        self._promised.append(latest + _CAUTION / self.per_s())
-        return self._promised[-1] - now, len(self._promised)
+        """Seconds until a place is free that nobody else was promised, and which one that is.
+
+        At every moment from then on there must be a place for each who was told to come by then:
+        those who were promised one long ago, at another rate, keep theirs and block no other.
+        """
+        now, every_s = self._clock(), _CAUTION / self.per_s()
+        del self._promised[: bisect.bisect_right(self._promised, now)]
+        place = 1
+        for others, due in enumerate(self._promised, 1):
+            if (others + 1) * every_s > due - now:
+                place = others + 1
+        bisect.insort(self._promised, now + place * every_s)
+        return place * every_s, place
 
     def _forget_old(self, now: float) -> None:
         while self._starts and now - self._starts[0] > _WINDOW_S:

@@ -36,7 +36,7 @@ class Capacity:
     running: int  # turns that are in its batch
     sequences: int  # the most it runs at once
     kv_bytes: int
-    held: bool = False  # the governor lets nobody start now
+    held: bool = False  # others have taken what is booked: nobody starts now
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,8 @@ class Lane:
         return Visit(self, key, priority, size_bytes, self._clock())
 
     def pump(self) -> None:
-        """Start whom there is room for; called when a turn ends and after each step."""
+        """Start whom there is room for; called when a turn ends, after each step, and when memory
+        that others had taken is back."""
         while (turn := self._next()) is not None and self._may_start(turn):
             self._lines[turn.visit.priority][turn.visit.key].popleft()
             if turn.started.done():  # given up in the same moment

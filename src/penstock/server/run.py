@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.config import Config, ServerSettings
     from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
+    from penstock.server.queue import Lane
     from penstock.wire import Status
 
 log = logging.getLogger(__name__)
@@ -131,9 +132,13 @@ def build_services(
     loop = asyncio.get_running_loop()
     reclaims: set[asyncio.Task[None]] = set()
 
+    lanes: dict[str, Lane] = {}
+
     def tell_waiters() -> None:
         requests.retry()
         residency.room.wake()
+        for lane in lanes.values():
+            lane.pump()
 
     def reclaim(size: int) -> None:
         task = loop.create_task(residency.room.reclaim("ram", size))
@@ -149,7 +154,7 @@ def build_services(
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
     texts = Texts(requests, server)
-    return Services(config, catalog, residency, metrics, ledger, requests, governor, texts)
+    return Services(config, catalog, residency, metrics, ledger, requests, governor, texts, lanes)
 
 
 def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:

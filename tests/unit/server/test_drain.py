@@ -71,6 +71,15 @@ def test_no_place_is_promised_twice() -> None:
     assert rate.promise()[1] == 1
 
 
+def test_promises_of_a_slower_time_block_nobody() -> None:
+    clock = Clock()
+    rate = DrainRate(clock)
+    slow = [rate.promise()[0] for _ in range(100)]  # nothing was seen yet: one in two seconds
+    assert slow[-1] > 200
+    rush(rate, clock, 100, 0.1)
+    assert rate.promise()[0] < 1
+
+
 class Shop:
     """A worker of four, service times that vary threefold, a line of eight."""
 

@@ -155,7 +155,7 @@ class Services:
                 running=0 if client.status is None else client.status.running,
                 sequences=holding.plan.settings.step_sequences,
                 kv_bytes=holding.granted_kv_bytes,
-                held=holding.domain in self.residency.room.held,
+                held=self.ledger.snapshot()[holding.domain].short,
             )
 
         lane.capacity = capacity
