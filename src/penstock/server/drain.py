@@ -1,8 +1,8 @@
 """How fast a line moves, and which of the places that become free are spoken for.
 
-A rate is counted over the time in which somebody waited, for starts come in bursts: a batch ends
-together. What an earlier rush has shown is where the next one begins from. It knows times, not
-requests.
+A rate is counted over the time in which somebody waited: starts, which come in bursts when a batch
+ends together, and how far those at work have got, which is most of it in a short rush. What an
+earlier rush has shown is where the next one begins from. It knows times, not requests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _EARLIER_WEIGHT = 4.0  # starts of this rush weigh as much as all that was seen 
 _LEAST_STARTS = 2  # before a rate is read from them
 _UNKNOWN_PER_S = 0.5
 _ENOUGH_STARTS = 8  # of a rush, to be believed in the next
+_SERVICE_SHARE = 0.1  # of the latest in the usual time that one is at work
 
 
 class DrainRate:
@@ -29,44 +30,50 @@ class DrainRate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._at_work: dict[object, float] = {}  # since when
+        self._service_s: float | None = None  # how long one is usually at work
         self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)  # of this rush
         self._since: float | None = None  # somebody waits from then on
-        self._earlier: float | None = None  # starts per second in the last rush
+        self._progress_then = 0.0
+        self._earlier: float | None = None  # per second in the last rush
         self._promised: list[float] = []  # when those who were refused come back, in order
 
     def crowd(self) -> None:
         """Somebody waits; more of them change nothing."""
         if self._since is None:
             self._since = self._clock()
+            self._progress_then = self._progress(self._since)
             self._starts.clear()
 
     def cleared(self) -> None:
         """Nobody waits any more."""
         if self._since is not None and len(self._starts) >= _ENOUGH_STARTS:
-            taken = self._starts[-1] - max(self._since, self._starts[-1] - _WINDOW_S)
-            self._forget_old(self._starts[-1])
-            self._earlier = len(self._starts) / max(taken, 1e-3)
+            done, taken = self._seen(self._clock())
+            self._earlier = done / max(taken, 1e-3)
         self._since = None
 
-    def started(self) -> None:
-        """One who waited has gone to the worker."""
-        self._starts.append(self._clock())
+    def began(self, turn: object, *, waited: bool) -> None:
+        """One has gone to the worker."""
+        self._at_work[turn] = now = self._clock()
+        if waited:
+            self._starts.append(now)
+
+    def ended(self, turn: object) -> None:
+        """It is done, or has left."""
+        taken = self._clock() - self._at_work.pop(turn)
+        known = taken if self._service_s is None else self._service_s
+        self._service_s = known + _SERVICE_SHARE * (taken - known)
 
     def per_s(self) -> float:
         """Starts per second; silence lowers it while somebody waits."""
         if self._since is None:
             return self._earlier or _UNKNOWN_PER_S
-        now = self._clock()
-        self._forget_old(now)
-        begin = max(self._since, now - _WINDOW_S)
-        if len(self._starts) == _STARTS_KEPT:
-            begin = max(begin, self._starts[0])
-        seen, taken = float(len(self._starts)), now - begin
+        done, taken = self._seen(self._clock())
         if self._earlier is not None:
-            seen, taken = seen + _EARLIER_WEIGHT, taken + _EARLIER_WEIGHT / self._earlier
-        if seen < _LEAST_STARTS:
+            done, taken = done + _EARLIER_WEIGHT, taken + _EARLIER_WEIGHT / self._earlier
+        if done < _LEAST_STARTS:
             return _UNKNOWN_PER_S
-        return seen / max(taken, 1e-3)
+        return done / max(taken, 1e-3)
 
     def until(self, place: int) -> float:
         """Seconds until that many have started."""
@@ -87,6 +94,21 @@ class DrainRate:
         bisect.insort(self._promised, now + place * every_s)
         return place * every_s, place
 
-    def _forget_old(self, now: float) -> None:
-        while self._starts and now - self._starts[0] > _WINDOW_S:
+    def _seen(self, now: float) -> tuple[float, float]:
+        """What this rush has brought, in starts, and in how many seconds."""
+        assert self._since is not None
+        begin = max(self._since, now - _WINDOW_S)
+        if len(self._starts) == _STARTS_KEPT:
+            begin = max(begin, self._starts[0])
+        while self._starts and self._starts[0] < begin:
             self._starts.popleft()
+        done = float(len(self._starts))
+        if begin == self._since:  # in the middle of a long rush it is about the same at both ends
+            done += max(self._progress(now) - self._progress_then, 0.0)
+        return done, now - begin
+
+    def _progress(self, now: float) -> float:
+        """How much of those at work is done, in turns."""
+        if not self._service_s:
+            return 0.0
+        return sum(min((now - since) / self._service_s, 1.0) for since in self._at_work.values())

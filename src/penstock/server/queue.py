@@ -176,6 +176,7 @@ class Lane:
             if turn in self._at_work:
                 del self._at_work[turn]
                 self._kv_at_work -= kv_bytes
+                self._rate.ended(turn)
             else:
                 self._forget(turn)
             self.pump()
@@ -207,8 +208,7 @@ class Lane:
         self._at_work[turn] = None
         self._kv_at_work += turn.kv_bytes
         self._served[turn.visit.key] += turn.tokens
-        if turn.visit in self._waiting and turn.waited:
-            self._rate.started()
+        self._rate.began(turn, waited=turn.visit in self._waiting and turn.waited)
         self._no_longer_waits(turn.visit)
         turn.started.set_result(None)
 

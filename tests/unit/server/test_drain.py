@@ -26,7 +26,7 @@ def rush(rate: DrainRate, clock: Clock, starts: int, every_s: float, together: i
     for _ in range(starts // together):
         clock.now += every_s * together
         for _ in range(together):
-            rate.started()
+            rate.began(object(), waited=True)
 
 
 def test_the_rate_follows_starts_and_silence() -> None:
@@ -86,27 +86,26 @@ class Shop:
     def __init__(self, seed: int) -> None:
         self.clock, self.chance = Clock(), random.Random(seed)
         self.rate = DrainRate(self.clock)
-        self.at_work = [self.service() for _ in range(4)]
-        self.waiting = 8
         self.starts: list[float] = []
+        self.at_work: dict[float, object] = {}  # by when each is done
+        for _ in range(4):
+            self.start()
+        self.waiting = 8
         self.rate.crowd()
-
-    def service(self) -> float:
-        return self.clock.now + self.chance.uniform(0.5, 1.5)
 
     def advance(self, until: float) -> None:
         while self.at_work and min(self.at_work) <= until:
             self.clock.now = min(self.at_work)
-            self.at_work.remove(self.clock.now)
+            self.rate.ended(self.at_work.pop(self.clock.now))
             if self.waiting:
                 self.waiting -= 1
                 self.start()
         self.clock.now = until
 
     def start(self) -> None:
-        self.at_work.append(self.service())
+        turn = self.at_work[self.clock.now + self.chance.uniform(0.5, 1.5)] = object()
         self.starts.append(self.clock.now)
-        self.rate.started()
+        self.rate.began(turn, waited=len(self.starts) > 4)
 
     def come(self) -> bool:
         if len(self.at_work) < 4:
@@ -118,11 +117,13 @@ class Shop:
         return True
 
 
+@pytest.mark.parametrize("long_s", [3.0, 20.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_promises_are_kept(seed: int) -> None:
-    """100 clients who are refused and come back exactly when told find a place."""
+def test_promises_are_kept(seed: int, long_s: float) -> None:
+    """100 clients who are refused and come back exactly when told find a place, whether the line
+    has been full for a while or has only just become so."""
     shop = Shop(seed)
-    for _ in range(40):  # a line that has been full for a while
+    while shop.clock.now < 100 + long_s:
         shop.advance(shop.clock.now + 0.25)
         shop.waiting = 8
     asked = shop.clock.now
