@@ -22,10 +22,10 @@ def run(folder: Path, memory: str, log: Path, count: int, **settings: str) -> ha
 
 
 def test_the_starter_in_two_gib(starter_folder: Path, tmp_path: Path) -> None:
-    report = run(starter_folder, "2GiB", tmp_path / "serve.log", 150)
+    report = run(starter_folder, "2GiB", tmp_path / "serve.log", 120)
     print(report)  # noqa: T201 - shown when it fails
     hard_cap.check(report)
-    assert report.tally.refusals("window") >= 20
+    assert report.tally.refusals("window") >= 15
 
 
 def test_a_model_whose_kv_is_large(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_a_model_whose_kv_is_large(tmp_path: Path) -> None:
     shapes.write_folder("random:big-kv", folder)
     # Small steps are quickly measured, and a prompt then takes many of them.
     small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
-    report = run(folder, "896MiB", tmp_path / "serve.log", 260, **small)
+    report = run(folder, "896MiB", tmp_path / "serve.log", 160, **small)
     print(report)  # noqa: T201
     hard_cap.check(report)
-    assert report.tally.refusals("memory") >= 40
-    assert report.tally.count("alone", "answer") >= 15
+    assert report.tally.refusals("memory") >= 30
+    assert report.tally.count("alone", "answer") >= 12
