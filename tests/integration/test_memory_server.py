@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ CONTEXT = 100_000
 def room_for_little() -> str:
     """With this the fake's KV (1 KiB a token) holds less than the window of `huge`, whatever the
     process of these tests, which is the server's too, has grown to."""
+    gc.collect()
+    pressure.trim_heap()  # as the server does when nothing runs
     own = gauge.read_process(os.getpid())
     assert own is not None
     return str(own.anonymous_bytes + (340 << 20))
@@ -182,7 +185,7 @@ def test_everyone_in_line_has_a_place(home: Path) -> None:
             rows = client.get("/admin/api/requests").json()
         assert rows
         assert [row["place"] for row in rows] == list(range(1, len(rows) + 1))
-        assert all(row["expected_start_s"] > 0 for row in rows)
+        assert all(row["expected_start_s"] >= 0 for row in rows)
         assert all(future.result().status_code == 200 for future in work)
 
 

@@ -45,7 +45,6 @@ class _Turn:
     kv_bytes: int  # at its longest
     tokens: int  # what it costs its key
     number: int
-    waited: bool = False  # it did not start the moment it came
     started: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
@@ -77,7 +76,7 @@ class Lane:
         self._waiting_bytes = 0
         self._rate = DrainRate(clock)
 
-    def visit(self, key: str, priority: int, size_bytes: int) -> Visit:
+    def visit(self, key: str, priority: int, size_bytes: int, answers: int = 1) -> Visit:
         """A request comes; `Overloaded` says when a place will be free if there is none."""
         requests, held = len(self._waiting), self._waiting_bytes
         full = requests >= self._most_requests
@@ -101,7 +100,7 @@ class Lane:
                     "expected_s": round(retry_after_s, 3),
                 },
             )
-        return Visit(self, key, priority, size_bytes, self._clock())
+        return Visit(self, key, priority, size_bytes, self._clock(), answers)
 
     def pump(self) -> None:
         """Start whom there is room for; called when a turn ends, after each step, and when memory
@@ -167,7 +166,6 @@ class Lane:
         turn = _Turn(visit, kv_bytes, tokens, next(self._numbers))
         self._lines.setdefault(visit.priority, {}).setdefault(visit.key, deque()).append(turn)
         self.pump()
-        turn.waited = True
         self._note_crowd()
         try:
             await self._until_started(turn)
@@ -208,7 +206,7 @@ class Lane:
         self._at_work[turn] = None
         self._kv_at_work += turn.kv_bytes
         self._served[turn.visit.key] += turn.tokens
-        self._rate.began(turn, waited=turn.visit in self._waiting and turn.waited)
+        self._rate.began(turn, 1 / turn.visit.answers)
         self._no_longer_waits(turn.visit)
         turn.started.set_result(None)
 
@@ -258,9 +256,16 @@ class Visit:
     """One request in the line, from its arrival to its last answer; a context manager."""
 
     def __init__(
-        self, lane: Lane, key: str, priority: int, size_bytes: int, arrived: float
+        self,
+        lane: Lane,
+        key: str,
+        priority: int,
+        size_bytes: int,
+        arrived: float,
+        answers: int = 1,
     ) -> None:
         self.key = key
+        self.answers = answers
         self.priority = priority
         self.size_bytes = size_bytes
         self.arrived = arrived

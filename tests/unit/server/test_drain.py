@@ -21,12 +21,14 @@ class Clock:
 
 
 def rush(rate: DrainRate, clock: Clock, starts: int, every_s: float, together: int = 1) -> None:
-    """Starts in groups, each group after a pause."""
+    """Ends in groups, each group after a pause, and as many more at work each time."""
     rate.crowd()
     for _ in range(starts // together):
+        for turn in (turns := [object() for _ in range(together)]):
+            rate.began(turn)
         clock.now += every_s * together
-        for _ in range(together):
-            rate.began(object(), waited=True)
+        for turn in turns:
+            rate.ended(turn)
 
 
 def test_the_rate_follows_starts_and_silence() -> None:
@@ -105,7 +107,7 @@ class Shop:
     def start(self) -> None:
         turn = self.at_work[self.clock.now + self.chance.uniform(0.5, 1.5)] = object()
         self.starts.append(self.clock.now)
-        self.rate.began(turn, waited=len(self.starts) > 4)
+        self.rate.began(turn)
 
     def come(self) -> bool:
         if len(self.at_work) < 4:

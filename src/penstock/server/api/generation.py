@@ -148,7 +148,8 @@ class Generation:
         job, services = self._job, self._services
         size = TOKEN_BYTES * self.usage.prompt_tokens
         lane = services.lane(job.card.name)
-        with lane.visit(self._caller, job.fields.priority or 0, size) as visit:
+        answers = len(job.prompts) * job.n
+        with lane.visit(self._caller, job.fields.priority or 0, size, answers) as visit:
             async with services.residency.lease(job.card.name) as (_, client):
                 services.follow(lane, client)
                 grants = [
@@ -160,7 +161,7 @@ class Generation:
                 await _together(
                     [
                         self._turn(client, visit, index, self._submit(index, grants), sink)
-                        for index in range(len(job.prompts) * job.n)
+                        for index in range(answers)
                     ]
                 )
 
