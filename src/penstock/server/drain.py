@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _WINDOW_S = 30.0
 _ENDS_KEPT = 4096
-_CAUTION = 1.1  # a little late is better than refused twice
+_CAUTION = 1.2  # a little late is better than refused twice
 _EARLIER_WEIGHT = 4.0  # so many of this rush weigh as much as all that was seen in the last
 _LEAST = 2.0  # before a rate is read from them
 _ENOUGH = 8.0  # of a rush, to be believed in the next

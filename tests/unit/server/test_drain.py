@@ -68,7 +68,7 @@ def test_no_place_is_promised_twice() -> None:
     promises = [rate.promise() for _ in range(10)]
     assert [place for _, place in promises] == list(range(1, 11))
     apart = [b[0] - a[0] for a, b in itertools.pairwise(promises)]
-    assert apart == pytest.approx([0.11] * 9, rel=0.1)
+    assert apart == pytest.approx([0.12] * 9, rel=0.1)
     clock.now += 60
     assert rate.promise()[1] == 1
 
