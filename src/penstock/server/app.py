@@ -65,6 +65,7 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/admin/api/models", admin.resident_models),
     ("GET", "/admin/api/memory", admin.memory),
+    ("POST", "/admin/api/memory/reset", admin.reset_memory),
     ("GET", "/admin/api/requests", admin.waiting_requests),
     ("GET", "/admin/api/events", admin.events),
     ("GET", "/admin/api/plan", plan.plan_model),
@@ -133,6 +134,7 @@ class App:
             self._services.requests.share(),
             self._services.config.server.max_body,
             self._closing,
+            self._services.config.server.slow_client_s,
             style=style_of(scope["path"]),
         )
         exchange.record["route"] = "unknown"
