@@ -90,12 +90,12 @@ class Piece:
 
     choice: int
     text: str = ""
-    parts: list[Part] = field(default_factory=list)  # what the text says
     tokens: list[int] = field(default_factory=list)  # without the token that ended the answer
     offsets: list[int] = field(default_factory=list)  # where each token's text begins in the answer
     logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
     # All of the prompt's, with the choice's first piece, if asked for.
     prompt_logprobs: list[wire.TokenLogprobs | None] | None = None
+    parts: list[Part] = field(default_factory=list)  # what the text says
     finish: Finish | None = None
     stop_string: str | None = None  # which one ended it
 

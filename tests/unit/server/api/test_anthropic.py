@@ -277,7 +277,7 @@ def test_a_silent_stream_pings(client: httpx.Client) -> None:
 def test_overload_is_529_and_keys_come_in_both_headers(tmp_path: Path) -> None:
     add_model(tmp_path, "fake")
     with (
-        serving(tmp_path, server_max_bodies=2000, server_api_keys=["k"]) as server,
+        serving(tmp_path, server_max_bodies=1_000_000, server_api_keys=["k"]) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         body = {"model": "fake", "max_tokens": 1, "messages": HI}
@@ -286,7 +286,7 @@ def test_overload_is_529_and_keys_come_in_both_headers(tmp_path: Path) -> None:
         refused = client.post("/v1/messages", json=body, headers={"x-api-key": "no"})
         assert refused.status_code == 401
         assert refused.json()["error"]["type"] == "authentication_error"
-        large = {**body, "system": "x" * 2100}
+        large = {**body, "system": "x" * 1_000_000}
         full = client.post("/v1/messages", json=large, headers={"x-api-key": "k"})
         assert full.status_code == 529
         assert full.json()["error"]["type"] == "overloaded_error"
