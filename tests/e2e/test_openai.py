@@ -264,3 +264,34 @@ def test_a_required_call_streams_its_arguments(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "tool_calls"
     [call] = choice.message.tool_calls or []
     assert list(json.loads(call.function.arguments)) == ["city"]
+
+
+def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
+    first = client.responses.create(
+        model=MODEL, input="Say hello.", max_output_tokens=6, temperature=0
+    )
+    assert "hello" in first.output_text.lower()
+    with client.responses.stream(
+        model=MODEL, input="Say hello.", max_output_tokens=6, temperature=0
+    ) as stream:
+        numbers = [event.sequence_number for event in stream]
+        final = stream.get_final_response()
+    assert numbers == list(range(len(numbers)))
+    assert final.output_text == first.output_text
+    second = client.responses.create(
+        model=MODEL, input="Again.", previous_response_id=first.id, max_output_tokens=2
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(second.id).output == second.output
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
+def test_a_response_of_a_given_form(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model=MODEL, input="Invent a person.", max_output_tokens=60, text_format=_Person
+    )
+    assert parsed.output_parsed is not None

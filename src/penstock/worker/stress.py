@@ -153,11 +153,16 @@ class Stress:
         self._meter.drop_caches()
         before = self._meter.held()
         self._meter.mark()
-        for piece in plan.slices:
-            self._executor.admit(piece.sequence.request)
-        self._executor.compute(plan)
-        for piece in plan.slices:
-            self._executor.forget(piece.sequence.id)
+        masked = [
+            piece.sequence.request for piece in plan.slices if piece.sequence.request.thinking
+        ]
+        for request in masked:
+            self._executor.admit(request)
+        try:
+            self._executor.compute(plan)
+        finally:
+            for request in masked:
+                self._executor.forget(request.id)
         took = max(0, self._meter.peak() - before)
         shape = plan.shape
         size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
