@@ -65,8 +65,8 @@ class Executor:
                 rows.append(row - 1)
                 samplers.append(piece)
         if samplers:
-            wanted = logits if len(rows) == logits.shape[0] else logits[rows]
-            sampled = sample(wanted, [piece.sequence for piece in samplers])
+            among = None if len(rows) == logits.shape[0] else rows
+            sampled = sample(logits, [piece.sequence for piece in samplers], among)
             for piece, token, scores in zip(
                 samplers, sampled.tokens, sampled.logprobs, strict=True
             ):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
-_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of logits worked on at once
+_SLICE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}  # of logits worked on at once
 _COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
@@ -34,19 +34,21 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> Sampled:
-    """One token for each row of `logits` [rows, vocabulary], float32."""
+def sample(logits: Tensor, sequences: list[Sequence], rows: list[int] | None = None) -> Sampled:
+    """One token for each sequence from its row of `logits` [rows, vocabulary], float32.
+
+    `rows` are the sequences' own; None: one after the other.
+    """
     answer = Sampled([], [])
-    for rows in _slices(logits):
-        part = _sample_slice(logits[rows], sequences[rows])
+    for few in _slices(len(sequences), logits):
+        part = _sample_slice(logits[few] if rows is None else logits[rows[few]], sequences[few])
         answer.tokens.extend(part.tokens)
         answer.logprobs.extend(part.logprobs)
     return answer
 
 
-def _slices(logits: Tensor) -> list[slice]:
-    count, width = logits.shape
-    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // width)
+def _slices(count: int, logits: Tensor) -> list[slice]:
+    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // logits.shape[1])
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
@@ -66,7 +68,7 @@ def logprobs_of(logits: Tensor, tokens: list[int], alternatives: int) -> list[To
     """Log-probability of a given token in each row, with the best alternatives."""
     return [
         answer
-        for rows in _slices(logits)
+        for rows in _slices(len(tokens), logits)
         for answer in _logprobs_of_slice(logits[rows], tokens[rows], alternatives)
     ]
 
