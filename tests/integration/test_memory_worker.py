@@ -289,14 +289,14 @@ def test_memory_that_is_never_found_ends_requests_and_not_the_loop(tmp_path: Pat
     def failing(*_: object) -> NoReturn:
         raise MemoryError
 
-    engine._scheduler.plan = failing  # type: ignore[method-assign]
+    engine._scheduler.plan = failing  # type: ignore[method-assign, assignment]
     outputs = engine.step()
     assert sorted(output.id for output in outputs) == list(range(len(PROMPTS)))
     assert all(output.failure and output.failure.code == "overloaded" for output in outputs)
     engine._scheduler.plan = plan  # type: ignore[method-assign]
     engine.check()
     assert not engine.has_work()
-    (tokens,) = run(engine, [PROMPTS[0]], 4)
+    (tokens,) = run(engine, [PROMPTS[1]], 4)  # in the KV that was found before
     assert len(tokens) == 4
 
 

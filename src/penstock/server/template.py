@@ -35,7 +35,8 @@ WORKER_ENVIRONMENT = {
     # mapping of its own and goes back when freed, so that a step takes what its tensors take. From
     # a heap the same step took between 36 and 67 MB, depending on the holes that others had left.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+    # Large blocks would be cut from a larger free top, and stay.
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
     "MALLOC_ARENA_MAX": "2",
     # Fresh mappings in huge pages where the kernel has them: fewer faults.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",

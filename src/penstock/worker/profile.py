@@ -12,6 +12,7 @@ refused: the step is halved, then the arena shrinks. An engine cannot be made wi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,10 +104,15 @@ def profile(bench: Bench) -> Profile:
 
 
 def _applies(bench: Bench, stored: StoredProfile) -> bool:
-    """As much memory as then, and not so much that longer contexts were unseen."""
+    """No longer contexts than were seen, room for KV, and no want of memory that is over now."""
+    limits = _limits(bench.limits, stored.step_tokens)
     seen = max(point.context for point in stored.cost.measured)
-    reach = _reach(bench, _limits(bench.limits, stored.step_tokens))
-    return bench.spec.memory_bytes >= stored.memory_bytes and reach.longest <= UNSEEN_CONTEXT * seen
+    halved = stored.step_tokens < bench.limits.tokens
+    return (
+        _reach(bench, limits).longest <= UNSEEN_CONTEXT * seen
+        and _leaves_enough(bench, limits, stored.cost)
+        and not (halved and bench.spec.memory_bytes > stored.memory_bytes)
+    )
 
 
 def _warm_up(bench: Bench) -> None:
@@ -125,20 +131,26 @@ def _warm_up(bench: Bench) -> None:
 
 def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
-    grant = bench.spec.memory_bytes
     limits = bench.limits
-    enough = min(bench.window, ENOUGH_KV_TOKENS)
+    # The first large step also pays for what libraries keep from then on.
+    _measure(bench, limits, itertools.islice(_reach(bench, limits).trials(), 1))
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
-        if cost is not None:
-            room = _kv_room(bench, grant - _largest_step(cost, limits))
-            tokens = (bench.arena.blocks_within(room) - 1) * limits.block_tokens
-            if tokens >= enough or (limits.tokens <= LEAST_STEP_TOKENS and tokens > 0):
-                return limits, cost
+        if cost is not None and _leaves_enough(bench, limits, cost):
+            return limits, cost
         if limits.tokens <= LEAST_STEP_TOKENS:
             raise _too_large(bench, limits, cost, "even the smallest step leaves no room for KV")
         limits = _limits(bench.limits, max(LEAST_STEP_TOKENS, limits.tokens // 2))
         log.info("steps are halved to %d tokens to leave room for KV", limits.tokens)
+
+
+def _leaves_enough(bench: Bench, limits: StepLimits, cost: CostModel) -> bool:
+    """Whether the largest step leaves KV worth having; beside the smallest step any is."""
+    room = _kv_room(bench, bench.spec.memory_bytes - _largest_step(cost, limits))
+    tokens = (bench.arena.blocks_within(room) - 1) * limits.block_tokens
+    if limits.tokens <= LEAST_STEP_TOKENS:
+        return tokens > 0
+    return tokens >= min(bench.window, ENOUGH_KV_TOKENS)
 
 
 def _measure(bench: Bench, limits: StepLimits, trials: Iterable[Trial]) -> CostModel | None:
