@@ -12,7 +12,6 @@ refused: the step is halved, then the arena shrinks. An engine cannot be made wi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -133,7 +132,7 @@ def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
     limits = bench.limits
     # The first large step also pays for what libraries keep from then on.
-    _measure(bench, limits, itertools.islice(_reach(bench, limits).trials(), 1))
+    _measure(bench, limits, [_reach(bench, limits).everything()])
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
         if cost is not None and _leaves_enough(bench, limits, cost):
