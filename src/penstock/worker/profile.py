@@ -131,8 +131,9 @@ def _warm_up(bench: Bench) -> None:
 def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
     limits = bench.limits
-    # The first large step also pays for what libraries keep from then on.
-    _measure(bench, limits, [_reach(bench, limits).everything()])
+    # The first step of each kind also pays for what libraries keep from then on.
+    largest = _reach(bench, limits).everything()
+    _measure(bench, limits, [dataclasses.replace(largest, chunk=-(-largest.chunk // 4))])
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
         if cost is not None and _leaves_enough(bench, limits, cost):

@@ -131,9 +131,8 @@ class Reach:
         yield Trial(chunk=least, context=longest)
         yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(limits.sequences)
-        for tokens in (whole // 2, whole // 4):
-            if tokens > least:
-                yield Trial(chunk=tokens, context=tokens)
+        if whole // 4 > least:
+            yield Trial(chunk=whole // 4, context=whole // 4)
         yield self.everything()
 
 
