@@ -83,8 +83,10 @@ def profile(bench: Bench) -> Profile:
     _warm_up(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
     if stored is not None and _applies(bench, stored):
+        limits = _limits(bench.limits, stored.step_tokens)
+        _run_largest(bench, limits)
         try:
-            return _validated(bench, _limits(bench.limits, stored.step_tokens), stored.cost)
+            return _validated(bench, limits, stored.cost)
         except ModelTooLarge as error:
             log.warning("the stored profile does not hold, so it is measured anew: %s", error)
     limits, cost = _stress(bench)
@@ -128,12 +130,16 @@ def _warm_up(bench: Bench) -> None:
     bench.cap.settle()
 
 
+def _run_largest(bench: Bench, limits: StepLimits) -> None:
+    """The first step of its size also takes what libraries keep from then on: it does not count."""
+    _measure(bench, limits, [_reach(bench, limits).everything()])
+    bench.cap.settle()
+
+
 def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
     limits = bench.limits
-    # The first step of each kind also pays for what libraries keep from then on.
-    largest = _reach(bench, limits).everything()
-    _measure(bench, limits, [dataclasses.replace(largest, chunk=-(-largest.chunk // 4))])
+    _run_largest(bench, limits)
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
         if cost is not None and _leaves_enough(bench, limits, cost):
