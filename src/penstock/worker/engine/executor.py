@@ -88,10 +88,10 @@ class Executor:
                 rows.append(row - 1)
                 samplers.append(piece)
         if samplers:
-            wanted = logits if len(rows) == logits.shape[0] else logits[rows]
+            among = None if len(rows) == logits.shape[0] else rows
             masks = None if pending is None else pending.result()
             result.failed = {} if masks is None else masks.failed
-            sampled = sample(wanted, sampling, masks)
+            sampled = sample(logits, sampling, masks, among)
             for piece, token, scores in zip(
                 samplers, sampled.tokens, sampled.logprobs, strict=True
             ):

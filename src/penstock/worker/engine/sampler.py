@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
-_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of logits worked on at once
+_SLICE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}  # of logits worked on at once
 _COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
@@ -35,21 +35,30 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Sampled:
-    """One token for each row of `logits` [rows, vocabulary], float32, of those its mask allows."""
+def sample(
+    logits: Tensor,
+    sequences: list[Sequence],
+    masks: Masks | None = None,
+    rows: list[int] | None = None,
+) -> Sampled:
+    """One token for each sequence from its row of `logits` [rows, vocabulary], float32.
+
+    `rows` are the sequences' own; None: one after the other. A sequence with a mask gets a token
+    that it allows.
+    """
     answer = Sampled([], [])
     bits = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
-    for rows in _slices(logits):
-        masked = {row - rows.start: bits[row] for row in bits if rows.start <= row < rows.stop}
-        part = _sample_slice(logits[rows], sequences[rows], masked)
+    for few in _slices(len(sequences), logits):
+        masked = {row - few.start: bits[row] for row in bits if few.start <= row < few.stop}
+        own = logits[few] if rows is None else logits[rows[few]]
+        part = _sample_slice(own, sequences[few], masked)
         answer.tokens.extend(part.tokens)
         answer.logprobs.extend(part.logprobs)
     return answer
 
 
-def _slices(logits: Tensor) -> list[slice]:
-    count, width = logits.shape
-    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // width)
+def _slices(count: int, logits: Tensor) -> list[slice]:
+    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // logits.shape[1])
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
@@ -72,7 +81,7 @@ def logprobs_of(logits: Tensor, tokens: list[int], alternatives: int) -> list[To
     """Log-probability of a given token in each row, with the best alternatives."""
     return [
         answer
-        for rows in _slices(logits)
+        for rows in _slices(len(tokens), logits)
         for answer in _logprobs_of_slice(logits[rows], tokens[rows], alternatives)
     ]
 
