@@ -99,9 +99,16 @@ class ServerSettings:
     queue_deadline_s: Annotated[
         float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
     ] = 600.0
+    stored_responses: Annotated[
+        int, Knob(parse_integer(0), "most answers of /v1/responses that are kept")
+    ] = 1000
+    stored_bytes: Annotated[int, Knob(parse_size, "most bytes that they take on disk")] = 256 << 20
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
+    slow_client_s: Annotated[
+        float, Knob(parse_seconds, "a client that takes nothing for so long is let go")
+    ] = 300.0
     shutdown_grace_s: Annotated[
         float, Knob(parse_seconds, "time for running answers when stopped")
     ] = 5.0
@@ -132,6 +139,22 @@ class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
     dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
+
+
+# The dialects of `penstock.text.tools`, which is above this in the layers.
+TOOL_DIALECTS = (
+    "harmony",
+    "deepseek",
+    "kimi",
+    "minimax",
+    "mistral",
+    "gemma",
+    "glm",
+    "qwen_coder",
+    "hermes",
+    "pythonic",
+    "llama_json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +197,10 @@ class ModelSettings:
     trust_remote_code: Annotated[
         bool, Knob(parse_boolean, "run Python code that a model folder brings")
     ] = False
+    tool_dialect: Annotated[
+        str,
+        Knob(parse_choice("auto", *TOOL_DIALECTS), "how the model writes calls of tools"),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +283,16 @@ def _knobs(section: type[Any]) -> dict[str, Knob]:
 # --- loading -----------------------------------------------------------------------------------
 
 
+# Flags that are not called after their setting.
+_FLAGS = {
+    "server.api_keys": "api-key",
+    "memory.limit": "memory",
+    "memory.gpu_limit": "memory",
+    "models.dirs": "models",
+    "models.default": "model",
+}
+
+
 def load(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -274,7 +311,8 @@ def load(
     ignored = _read_environment(environment, values)
     for key, value in (flags or {}).items():
         section, _, knob = key.partition(".")
-        values.put(section, knob, value, f"flag --{knob.replace('_', '-')}")
+        flag = _FLAGS.get(key, knob.replace("_", "-"))
+        values.put(section, knob, value, f"flag --{flag}")
     values.default("cache", "dir", home / "cache")
     models = values.section("models")
     return Config(

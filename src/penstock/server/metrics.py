@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.memory.governor import Governor
     from penstock.memory.ledger import Ledger
     from penstock.server.api.exchange import Exchange
-    from penstock.server.api.generation import Generation
+    from penstock.server.api.generation import Generation, Origin
     from penstock.wire import Status
 
 _WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -53,6 +53,10 @@ class Metrics:
         self._completion_tokens = Counter(
             "penstock_completion_tokens", "Tokens generated.", ["model"], registry=registry
         )
+        self._tokenising = Histogram(
+            "penstock_tokenise_seconds", "From a prompt's text to its tokens.", ["model"],
+            buckets=_WAIT_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._first_token = Histogram(
             "penstock_time_to_first_token_seconds", "From the request's head to a first token.",
             ["model"], buckets=_WAIT_BUCKETS, registry=registry,
@@ -64,6 +68,10 @@ class Metrics:
         registry.register(_Workers(statuses))
         registry.register(_Memory(ledger, governor))
 
+    def tokenised(self, model: str, seconds: float) -> None:
+        """A prompt's text has become tokens."""
+        self._tokenising.labels(model).observe(seconds)
+
     def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
         """A step gave one answer that many tokens, so long after its last one."""
         self._completion_tokens.labels(model).inc(tokens)
@@ -71,7 +79,7 @@ class Metrics:
             self._between_tokens.labels(model).observe(since_last_s / tokens)
 
     @contextmanager
-    def observe(self, exchange: Exchange, generation: Generation, model: str) -> Iterator[None]:
+    def observe(self, origin: Origin, generation: Generation, model: str) -> Iterator[None]:
         """Count a generation when it is over, however it ends, and note it for the access log."""
         self._prompt_tokens.labels(model).inc(generation.usage.prompt_tokens)
         try:
@@ -79,13 +87,13 @@ class Metrics:
         finally:
             submitted, first = generation.submitted, generation.first_token
             if first is not None:
-                self._first_token.labels(model).observe(first - exchange.started)
-            exchange.record.update(
+                self._first_token.labels(model).observe(first - origin.started)
+            origin.record.update(
                 model=model,
                 prompt_tokens=generation.usage.prompt_tokens,
                 completion_tokens=generation.usage.completion_tokens,
-                queue_ms=None if submitted is None else _ms(submitted - exchange.started),
-                ttft_ms=None if first is None else _ms(first - exchange.started),
+                queue_ms=None if submitted is None else _ms(submitted - origin.started),
+                ttft_ms=None if first is None else _ms(first - origin.started),
             )
 
     def answered(self, route: str, exchange: Exchange) -> None:
@@ -173,4 +181,11 @@ class _Memory(Collector):
         )
         for kind, count in self._governor.events.counts.items():
             events.add_metric([kind], count)
-        yield from (booked, bounds, events)
+        drift = GaugeMetricFamily(
+            "penstock_memory_drift_bytes",
+            "By how much a process was read to be over its books; negative: under them.",
+            labels=["owner"],
+        )
+        for owner, size in self._governor.events.drift.items():
+            drift.add_metric([owner], size)
+        yield from (booked, bounds, events, drift)

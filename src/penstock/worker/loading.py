@@ -21,10 +21,11 @@ from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
 from penstock.worker.engine.executor import Executor
 from penstock.worker.engine.generate import GenerateEngine
+from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.meter import PrivateBytes, meter_for, overhead_bytes
+from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.profile import Bench, profile
@@ -74,7 +75,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
-        executor=Executor(runner),
+        executor=Executor(runner, Grammars.from_folder(Path(spec.path), text.vocab_size)),
         arena=arena,
         pool=BlockPool(arena.blocks, arena.extent_blocks, arena),
         meter=meter_for(device),
@@ -98,6 +99,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
     in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
     committed = arena.committed_bytes if in_ram else 0
+    copied = copied_bytes(Path(spec.path), weight_bytes) if in_ram else 0
     ready = Ready(
         pid=0,
         device=str(device),
@@ -113,7 +115,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         kv_bytes=measured.kv_bytes,
         step_tokens=measured.limits.tokens,
         outer_cap=str(outer.group) if outer is not None else None,
-        overhead_bytes=overhead_bytes(Path(spec.path), weight_bytes if in_ram else 0, committed),
+        overhead_bytes=overhead_bytes(copied, committed),
+        copied_bytes=copied,
     )
     engine = GenerateEngine(bench, measured, ready)
     verify.compare_with_own_attention(model, engine, text)

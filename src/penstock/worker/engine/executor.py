@@ -14,12 +14,14 @@ import torch
 
 from penstock.wire import Output
 from penstock.worker.engine.batch import build_batch
+from penstock.worker.engine.grammar import refuse_unconstrained
 from penstock.worker.engine.sampler import logprobs_of, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.wire import TokenLogprobs
+    from penstock.wire import Submit, TokenLogprobs
+    from penstock.worker.engine.grammar import Grammars
     from penstock.worker.engine.runner import Runner
     from penstock.worker.scheduling.scheduler import Plan, Slice
 
@@ -31,14 +33,16 @@ class StepResult:
     outputs: dict[int, Output] = field(default_factory=dict)  # without `finish`
     tokens: dict[int, int] = field(default_factory=dict)  # of the slices that sample
     scored: dict[int, int] = field(default_factory=dict)  # prompt tokens scored once it is taken
+    failed: dict[int, str] = field(default_factory=dict)  # requests whose grammar went wrong
     forward_s: float = 0.0
 
 
 class Executor:
     """Runs plans on one model."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._block_tokens = runner.arena.layout.block_tokens
 
     def logits(self, plan: Plan) -> Tensor:
@@ -46,10 +50,29 @@ class Executor:
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         return self._runner.forward(batch)
 
+    @property
+    def constrains(self) -> bool:
+        """Whether answers can be constrained here."""
+        return self._grammars is not None
+
+    def admit(self, request: Submit) -> None:
+        """A request will be in plans; what constrains its answer is made ready."""
+        if self._grammars is None:
+            refuse_unconstrained(request)
+        else:
+            self._grammars.add(request)
+
+    def forget(self, request_id: int) -> None:
+        """It will be in none any more."""
+        if self._grammars is not None:
+            self._grammars.remove(request_id)
+
     @torch.inference_mode()
     def compute(self, plan: Plan) -> StepResult:
         """One forward, and everything that follows from its logits."""
         result = StepResult()
+        sampling = [piece.sequence for piece in plan.slices if piece.samples]
+        pending = None if self._grammars is None else self._grammars.begin(sampling)
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         started = time.perf_counter()
         logits = self._runner.forward(batch)
@@ -66,7 +89,9 @@ class Executor:
                 samplers.append(piece)
         if samplers:
             among = None if len(rows) == logits.shape[0] else rows
-            sampled = sample(logits, [piece.sequence for piece in samplers], among)
+            masks = None if pending is None else pending.result()
+            result.failed = {} if masks is None else masks.failed
+            sampled = sample(logits, sampling, masks, among)
             for piece, token, scores in zip(
                 samplers, sampled.tokens, sampled.logprobs, strict=True
             ):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.errors import ContextTooLong, Overloaded
+from penstock.errors import BadRequest, ContextTooLong, Overloaded
 from penstock.wire import Failure, Finish, Output, Ready, Sampling, Status, Submit
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.memory import StepMemory
@@ -84,15 +84,20 @@ class GenerateEngine:
             self._refused.append(_failed(request.id, Failure(ContextTooLong.code, message)))
             return
         request.max_tokens = max(1, min(request.max_tokens, room - len(request.prompt)))
+        self._executor.admit(request)
         self._scheduler.add(request)
 
     def cancel(self, request_id: int) -> None:
         """Forget a request; its blocks are free at once."""
         self._scheduler.cancel(request_id)
+        self._executor.forget(request_id)
 
     def drop_all(self) -> list[int]:
         """Forget every request; their ids."""
-        return self._scheduler.drop_all()
+        ids = self._scheduler.drop_all()
+        for request_id in ids:
+            self._executor.forget(request_id)
+        return ids
 
     def has_work(self) -> bool:
         """Something is running, waiting or to be refused."""
@@ -106,7 +111,9 @@ class GenerateEngine:
         """
         before = self._arena.committed_bytes
         least = max(2, self._scheduler.least_blocks() + 1)
-        self._granted_blocks = max(least, self._arena.blocks_within(kv_bytes))
+        # Memory comes in whole extents: what is held for one block of it serves the others too.
+        kv_bytes = max(kv_bytes, self._arena.bytes_for(least))
+        self._granted_blocks = self._arena.blocks_within(kv_bytes)
         self._commit_again_at = None
         self._pool.set_limit(self._granted_blocks)
         self._scheduler.shrink()
@@ -286,7 +293,7 @@ class GenerateEngine:
                 "limit_bytes": limit,
             },
         )
-        self._scheduler.cancel(sequence.id)
+        self.cancel(sequence.id)
         outputs.append(_failed(sequence.id, failure))
 
     def _absorb(self, plan: Plan, result: StepResult, started: float) -> list[Output]:
@@ -297,6 +304,10 @@ class GenerateEngine:
         finished = self._scheduler.absorb(plan, result.tokens, time.perf_counter() - started)
         for number, how in finished.items():
             result.outputs[number].finish = how
+            self._executor.forget(number)
+        for number, why in result.failed.items():
+            self.cancel(number)
+            result.outputs[number] = _failed(number, _unfollowed(why))
         if self._budget is not None:  # grow back, so that one bad moment is not for ever
             self._budget += max(1, self._budget // 4)
             if self._budget >= self.profile.limits.tokens:
@@ -319,6 +330,12 @@ class GenerateEngine:
 
     def _kv_bytes_now(self) -> int:
         return self._arena.bytes_for(self._pool.capacity)
+
+
+def _unfollowed(why: str) -> Failure:
+    return Failure(
+        BadRequest.code, f"The form that was asked of the answer became too costly to keep: {why}"
+    )
 
 
 def _is_smallest(plan: Plan) -> bool:

@@ -19,6 +19,7 @@ from penstock.wire import Candidate, TokenLogprobs
 
 if TYPE_CHECKING:
     from penstock.wire import Sampling
+    from penstock.worker.engine.grammar import Bits, Masks
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
@@ -34,14 +35,23 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence], rows: list[int] | None = None) -> Sampled:
-    """One token for each sequence from its row of `logits` [rows, vocabulary], float32.
+def sample(
+    logits: Tensor,
+    sequences: list[Sequence],
+    masks: Masks | None = None,
+    rows: list[int] | None = None,
+) -> Sampled:
+    """One token for each sequence from its row of `logits`, of those its mask allows.
 
-    `rows` are the sequences' own; None: one after the other.
+    `logits` are [rows, vocabulary], float32. `rows` are the sequences' own; None: one after the
+    other.
     """
     answer = Sampled([], [])
+    bits = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
     for few in _slices(len(sequences), logits):
-        part = _sample_slice(logits[few] if rows is None else logits[rows[few]], sequences[few])
+        masked = {row - few.start: bits[row] for row in bits if few.start <= row < few.stop}
+        taken = logits[few] if rows is None else logits[rows[few]]
+        part = _sample_slice(taken, sequences[few], masked)
         answer.tokens.extend(part.tokens)
         answer.logprobs.extend(part.logprobs)
     return answer
@@ -52,8 +62,11 @@ def _slices(count: int, logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
-def _sample_slice(logits: Tensor, sequences: list[Sequence]) -> Sampled:
+def _sample_slice(logits: Tensor, sequences: list[Sequence], masked: dict[int, Bits]) -> Sampled:
     shaped = _shape(logits, sequences)
+    if masked:
+        shaped = logits.clone() if shaped is logits else shaped
+        _apply_masks(shaped, masked)
     tokens = shaped.argmax(dim=-1)
     random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     if random:
@@ -112,6 +125,20 @@ def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             shaped = logits.clone()
         _shape_row(shaped[row], sequence)
     return shaped
+
+
+def _apply_masks(logits: Tensor, masked: dict[int, Bits]) -> None:
+    """Rule out what a row's mask has no bit for."""
+    packed = np.stack(list(masked.values())).view(np.uint8)  # [rows, bytes]
+    if logits.device.type == "cpu":
+        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little"))
+    else:
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = torch.from_numpy(packed).to(logits.device, non_blocking=True)[:, :, None] >> shifts
+        allowed = bits.bitwise_and_(1).flatten(1)
+    allowed = allowed[:, : logits.shape[1]]
+    for place, row in enumerate(masked):
+        logits[row].masked_fill_(allowed[place] == 0, float("-inf"))
 
 
 def _reshapes(sequence: Sequence) -> bool:
