@@ -27,6 +27,7 @@ from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.meter import PrivateBytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
+from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.profile import Bench, profile
 from penstock.worker.scheduling.scheduler import StepLimits
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from penstock.wire import LoadSpec
+    from penstock.worker.engine.cuda_executor import CudaExecutor
 
     Progress = Callable[[str, int, int], None]
 
@@ -68,15 +70,16 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     window = _window(text, spec)
     arena = _arena(spec, layout, window, device)
-    runner = Runner(
-        model, arena, kernels, _windows(text), {layer: slot for slot, layer in enumerate(geometry)}
-    )
+    slots = {layer: slot for slot, layer in enumerate(geometry)}
+    pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
+    runner = Runner(model, arena, kernels, _windows(text), slots)
+    executor = _executor(runner, spec, window)
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
-        executor=Executor(runner),
+        executor=executor,
         arena=arena,
-        pool=BlockPool(arena.blocks, arena.extent_blocks, arena),
+        pool=pool,
         meter=meter_for(device),
         cap=_cap(spec, arena, outer),
         limits=StepLimits(
@@ -118,6 +121,18 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     verify.compare_with_own_attention(model, engine, text)
     ready.load_s = time.perf_counter() - started
     return engine
+
+
+def _executor(runner: Runner, spec: LoadSpec, window: int) -> Executor | CudaExecutor:
+    """What runs plans on this device; graphs are captured here, before anything is measured."""
+    if isinstance(runner.kernels, ReferenceKernels):
+        return Executor(runner)
+    from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.engine.cuda_runner import CudaRunner
+
+    on_device = CudaRunner(runner, spec.step_sequences, window)
+    on_device.capture(spec.step_sequences)
+    return CudaExecutor(on_device)
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.wire import TokenLogprobs
     from penstock.worker.engine.runner import Runner
     from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -34,17 +35,46 @@ class StepResult:
     forward_s: float = 0.0
 
 
+class Launched(Protocol):
+    """A step on its way."""
+
+    plan: Plan
+    places: dict[Sequence, int]  # of the tokens it samples, among those left on the device
+    wants_host: bool  # nothing may be launched before its result is taken
+
+    def result(self) -> StepResult:
+        """What it gave; waits for it."""
+
+
+@dataclass(slots=True)
+class Done:
+    """A step that is over when its launch returns, as on a CPU."""
+
+    plan: Plan
+    outcome: StepResult
+    places: dict[Sequence, int] = field(default_factory=dict)
+    wants_host: bool = True
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
 class Executor:
     """Runs plans on one model."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.model = runner.model
         self._block_tokens = runner.arena.layout.block_tokens
 
     def logits(self, plan: Plan) -> Tensor:
         """Write the KV of a plan's rows; the logits of those that need them."""
         batch = build_batch(plan, self._block_tokens, self._runner.device)
-        return self._runner.forward(batch)
+        return self._runner.forward(batch).float()
+
+    def launch(self, plan: Plan, earlier: Launched | None = None) -> Launched:
+        """Start a plan, whose newest tokens may be `earlier`'s."""
+        return Done(plan, self.compute(plan))
 
     @torch.inference_mode()
     def compute(self, plan: Plan) -> StepResult:
@@ -52,30 +82,50 @@ class Executor:
         result = StepResult()
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         started = time.perf_counter()
-        logits = self._runner.forward(batch)
+        logits = self._runner.forward(batch).float()
         result.forward_s = time.perf_counter() - started
-        rows: list[int] = []
-        samplers: list[Slice] = []
-        row = 0
-        for piece in plan.slices:
-            first, row = row, row + piece.logit_rows
-            if piece.sequence.wants_prompt_logits:
-                _score_prompt(piece, logits[first:row], result)
-            if piece.samples:
-                rows.append(row - 1)
-                samplers.append(piece)
+        rows, samplers = sampling_rows(plan)
+        score_prompts(plan, logits, result)
         if samplers:
             wanted = logits if len(rows) == logits.shape[0] else logits[rows]
             sampled = sample(wanted, [piece.sequence for piece in samplers])
-            for piece, token, scores in zip(
-                samplers, sampled.tokens, sampled.logprobs, strict=True
-            ):
-                number = piece.sequence.id
-                result.tokens[number] = token
-                output = result.outputs.setdefault(number, Output(number))
-                output.tokens = [token]
-                output.logprobs = [scores] if scores else None
+            take_tokens(samplers, sampled.tokens, sampled.logprobs, result)
         return result
+
+
+def sampling_rows(plan: Plan) -> tuple[list[int], list[Slice]]:
+    """Rows of the logits from which a token is sampled, and whose."""
+    rows, samplers, row = [], [], 0
+    for piece in plan.slices:
+        row += piece.logit_rows
+        if piece.samples:
+            rows.append(row - 1)
+            samplers.append(piece)
+    return rows, samplers
+
+
+def take_tokens(
+    samplers: list[Slice],
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None],
+    result: StepResult,
+) -> None:
+    """Sampled tokens as outputs."""
+    for piece, token, scores in zip(samplers, tokens, logprobs, strict=True):
+        number = piece.sequence.id
+        result.tokens[number] = token
+        output = result.outputs.setdefault(number, Output(number))
+        output.tokens = [token]
+        output.logprobs = [scores] if scores else None
+
+
+def score_prompts(plan: Plan, logits: Tensor, result: StepResult) -> None:
+    """Log-probabilities of prompt tokens, where they are asked for."""
+    row = 0
+    for piece in plan.slices:
+        first, row = row, row + piece.logit_rows
+        if piece.sequence.wants_prompt_logits:
+            _score_prompt(piece, logits[first:row], result)
 
 
 def _score_prompt(piece: Slice, logits: Tensor, result: StepResult) -> None:
