@@ -172,6 +172,7 @@ class Status(msgspec.Struct):
     exhausted: int = 0  # steps that ran out of memory and were taken back, since start
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
+    device_s: float = 0.0  # in which the device computed, since start
 
 
 class Step(msgspec.Struct, tag=True):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.worker.engine.generate import GenerateEngine
 
 _GREEDY = Sampling(temperature=0)
+_EXPERT_DIMS = 3  # transformers keeps the experts of a layer as one weight, [experts, out, in]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Ceilings:
 class Demand:
     """What a model asks of a device, per step and per token."""
 
-    read_bytes: int  # of weights, in every step
+    read_bytes: int  # of weights, in every step, experts aside
+    expert_bytes: int  # of all experts
+    chosen: float  # share of the experts that a token sees
     kv_bytes: int  # of a token
     token_flops: float  # of one row, attention aside
     pair_flops: float  # of one row over one token
@@ -103,7 +106,9 @@ def measure(
     for count in streams:
         rows = _decode(engine, count, options.context, options.new, vocabulary, how)
         context = options.context + options.new / 2
-        moved = demand.read_bytes + count * context * demand.kv_bytes
+        # Of the experts, those that at least one stream is expected to choose.
+        experts = demand.expert_bytes * (1 - (1 - demand.chosen) ** count)
+        moved = demand.read_bytes + experts + count * context * demand.kv_bytes
         floor_s = moved / ceilings.copy_bytes_per_s
         step_s = statistics.median(step for step, _ in rows)
         total, idle = sum(step for step, _ in rows), sum(host for _, host in rows)
@@ -151,13 +156,17 @@ def demand_of(engine: GenerateEngine) -> Demand:
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     held = {p.data_ptr(): p for p in model.parameters()}
     read = [p for p in held.values() if p is not inputs or inputs is outputs]
-    size = sum(p.numel() for p in read)
+    size = sum(p.numel() for p in read if p.dim() < _EXPERT_DIMS)
+    experts = sum(p.numel() for p in read if p.dim() == _EXPERT_DIMS)
+    chosen = text.num_experts_per_tok / text.num_experts if experts else 0.0
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Demand(
         read_bytes=size * model.dtype.itemsize,
+        expert_bytes=experts * model.dtype.itemsize,
+        chosen=chosen,
         kv_bytes=engine.ready().kv_bytes_per_token,
-        token_flops=2.0 * (size - outputs.numel()),
+        token_flops=2.0 * (size - outputs.numel() + chosen * experts),
         pair_flops=4.0 * heads * head_dim * text.num_hidden_layers,
     )
 

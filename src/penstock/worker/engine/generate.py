@@ -68,6 +68,7 @@ class GenerateEngine:
         self._step_tokens = 0
         self._step_s = 0.0
         self._host_s = 0.0
+        self._device_s = 0.0
 
     @property
     def lengths(self) -> OutputLengths:
@@ -163,6 +164,7 @@ class GenerateEngine:
             exhausted=self._exhausted,
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
+            device_s=self._device_s,
         )
 
     def probe(self) -> None:
@@ -312,6 +314,7 @@ class GenerateEngine:
         self._steps += 1
         self._step_tokens = plan.tokens
         self._host_s = max(0.0, self._step_s - result.forward_s)
+        self._device_s += result.forward_s
         gone = {piece.sequence.id for piece in plan.slices if piece.sequence.ended}
         return [o for o in result.outputs.values() if o.id in finished or o.id not in gone]
 
