@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.worker.models.kernels import cpu_layers
 from penstock.worker.models.kernels.reference import ReferenceKernels, gather
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from penstock.worker.engine.batch import Batch, Span
@@ -34,11 +37,11 @@ class CpuKernels(ReferenceKernels):
         _warm_up(torch.get_num_threads())
 
     def adopt(self, model: nn.Module) -> None:
-        """Send norms and products of a few rows to our kernels; weights stay where they are."""
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if (quicker := _quicker(child)) is not None:
-                    setattr(parent, name, quicker)
+        """Send what our kernels do better to them; weights stay where they are."""
+        cpu_layers.adopt_rotation(model)
+        # First, since its parts must still be plain.
+        _replace(model, cpu_layers.gated_mlp)
+        _replace(model, _quicker)
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
@@ -117,6 +120,13 @@ def _past_and_own(rows: Tensor, keys: Tensor, values: Tensor, past: int, scale: 
     share = torch.sigmoid(old_sums.reshape(1, heads, count) - own_sums)[..., None]
     answer: Tensor = own + share * (old.reshape(own.shape) - own)
     return answer[0].transpose(0, 1)
+
+
+def _replace(model: nn.Module, quicker: Callable[[nn.Module], nn.Module | None]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (replacement := quicker(child)) is not None:
+                setattr(parent, name, replacement)
 
 
 def _quicker(module: nn.Module) -> nn.Module | None:
@@ -199,6 +209,7 @@ def _warm_up(threads: int) -> None:
     _store(one[0], one[0], flat, (0, 8, 16), np.zeros(1, np.int64), np.zeros(1, np.int64))
     _rms_norm(one[0], one[0, 0], 1e-6, np.empty_like(one[0]))
     few_rows(torch.zeros(_TILE, 8), torch.zeros(_TILE, 8))
+    cpu_layers.warm_up()
 
 
 _NO_SINKS = np.zeros(0, np.float32)

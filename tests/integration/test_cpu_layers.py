@@ -1,0 +1,45 @@
+"""What the CPU computes in another way gives the answers of what it replaced, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.testing import tiny
+from penstock.worker.models.kernels import cpu_layers
+from penstock.worker.models.kernels.cpu import CpuKernels
+
+
+def _model(name: str) -> Any:
+    return tiny.build(tiny.config(name)).requires_grad_(False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss", "glm4_moe"])
+def test_an_adopted_model_answers_as_before(name: str) -> None:
+    model, ids = _model(name), torch.arange(2, 34)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    CpuKernels().adopt(model)
+    torch.testing.assert_close(
+        model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_rotation_and_mlp_are_taken_where_they_are_the_same() -> None:
+    ours, other = _model("llama"), _model("llama")
+    CpuKernels().adopt(ours)
+    attention, mlp = ours.model.layers[0].self_attn, ours.model.layers[0].mlp
+    plain = other.model.layers[0].self_attn
+    assert isinstance(mlp, cpu_layers.GatedMlp)
+    assert attention.forward.__func__.__code__ is type(attention).forward.__code__
+    assert attention.forward.__func__ is not type(attention).forward
+    assert plain.forward.__func__ is type(plain).forward
+
+
+def test_angles_of_another_kind_are_left_alone() -> None:
+    model = _model("gpt_oss")
+    before = type(model.model.layers[0].self_attn).forward
+    CpuKernels().adopt(model)
+    assert model.model.layers[0].self_attn.forward.__func__ is before
