@@ -206,6 +206,7 @@ class Ready(msgspec.Struct, tag=True):
     step_bytes: int  # the envelope of the largest step
     kv_bytes: int  # what the arena was sized to
     step_tokens: int  # the largest step, after halving
+    graph_bytes: int = 0  # kept by captured steps, on the device
     outer_cap: str | None = None  # the control group around the worker, if one could be made
     # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
     # depending on who else has them open, so this cannot be told from `process_bytes`.

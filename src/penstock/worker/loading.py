@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
@@ -74,6 +75,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
     runner = Runner(model, arena, kernels, _windows(text), slots)
     executor = _executor(runner, spec, window)
+    # What graphs keep comes out of the grant, and is booked apart.
+    spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
@@ -114,6 +117,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
         step_tokens=measured.limits.tokens,
+        graph_bytes=executor.graph_bytes,
         outer_cap=str(outer.group) if outer is not None else None,
         overhead_bytes=overhead_bytes(Path(spec.path), weight_bytes if in_ram else 0, committed),
     )

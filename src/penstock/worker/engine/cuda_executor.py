@@ -35,6 +35,7 @@ class CudaExecutor:
 
     def __init__(self, runner: CudaRunner) -> None:
         self.model = runner.model
+        self.graph_bytes = runner.graph_bytes
         self._runner = runner
         self._timed = runner.device.type == "cuda"
 

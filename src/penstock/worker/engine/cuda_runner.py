@@ -16,7 +16,7 @@ import torch
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.paged_batch import Inputs, Room, cut_for, describe
 from penstock.worker.models.kernels.cuda import CudaKernels
-from penstock.worker.models.kernels.triton_attention import chunk_tiling
+from penstock.worker.models.kernels.paging import chunk_tiling
 from penstock.worker.scheduling.scheduler import Plan
 
 if TYPE_CHECKING:

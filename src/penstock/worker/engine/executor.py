@@ -65,6 +65,7 @@ class Executor:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.model = runner.model
+        self.graph_bytes = 0
         self._block_tokens = runner.arena.layout.block_tokens
 
     def logits(self, plan: Plan) -> Tensor:

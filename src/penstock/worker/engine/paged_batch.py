@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.worker.models.kernels.triton_attention import Paging, decode_tiling
-from penstock.worker.models.kernels.triton_inputs import unpack
+from penstock.worker.models.kernels.paging import Paging, decode_tiling
 from penstock.worker.scheduling.sequence import UNKNOWN
 
 if TYPE_CHECKING:
@@ -253,6 +252,9 @@ class Inputs:
     def _views(
         self, buffer: Tensor, room: Room, decodes: int, rows: int = 0, items: int = 0
     ) -> PagedBatch:
+        # Needs Triton, which the layout does not.
+        from penstock.worker.models.kernels.triton_inputs import unpack
+
         rows = rows or room.rows
         part = {
             name: buffer[begin : begin + size] for name, (begin, size) in room.sections().items()

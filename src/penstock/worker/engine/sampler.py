@@ -9,6 +9,7 @@ slices, and the memory this needs does not grow with their number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -221,11 +222,16 @@ def _keep_top_k(probabilities: Tensor, counts: Tensor, widest: int) -> None:
 
 def _keep_top_p(probabilities: Tensor, shares: Tensor) -> None:
     """Keep the smallest set of best tokens that reaches the share; at least one."""
-    ordered = probabilities.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(dim=-1) - ordered
-    kept = before < shares * ordered.sum(dim=-1, keepdim=True)
-    kept[:, 0] = True
-    floors = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
+    if probabilities.device.type == "cuda" and find_spec("triton") is not None:
+        from penstock.worker.models.kernels.triton_sampling import nucleus_floors
+
+        floors = nucleus_floors(probabilities, shares)
+    else:
+        ordered = probabilities.sort(dim=-1, descending=True).values
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = before < shares * ordered.sum(dim=-1, keepdim=True)
+        kept[:, 0] = True
+        floors = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
     floors = torch.where(shares >= 1.0, 0.0, floors)
     probabilities.masked_fill_(probabilities < floors, 0.0)
 

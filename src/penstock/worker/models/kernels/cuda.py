@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models import attention, fusions
-from penstock.worker.models.kernels import triton_attention, triton_layer
+from penstock.worker.models.kernels import triton_attention, triton_experts, triton_layer
 from penstock.worker.models.kernels.interface import Masking
-from penstock.worker.models.kernels.triton_attention import Paging, Scratch
+from penstock.worker.models.kernels.paging import Paging, chunk_tiling
+from penstock.worker.models.kernels.triton_attention import Scratch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
     from penstock.worker.engine.paged_batch import PagedBatch
@@ -46,25 +49,24 @@ class CudaKernels:
         self._scratch = Scratch(device, items, decodes)
 
     def adopt(self, model: PreTrainedModel) -> None:
-        """Norms, single-row products, and layers of the common shape; each only if it is equal."""
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if (quicker := _quicker(child)) is not None:
-                    setattr(parent, name, quicker)
-        layers = list(fusions.packed_layers(model))
-        taken = 0
-        inside: set[nn.Module] = set()
-        for layer in layers:
+        """Norms, layers of the common shape, experts, single-row products; each only if equal."""
+        _swap(model, _quicker_norm)
+        found = taken = 0
+        fused_inside: set[nn.Module] = set()
+        for layer in fusions.packed_layers(model):
+            found += 1
+            _return_memory(layer.qkv.device)  # the parts are free, in pieces too small for the next
             fused = FusedLayer(layer, self)
             if _answers_alike(layer, fused):
                 fusions.install(layer, fused)
                 taken += 1
-                inside.update(layer.module.modules())
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and parent not in inside:
-                    setattr(parent, name, OneRowLinear(child))
-        log.info("%d of %d layers of the common shape are fused", taken, len(layers))
+                fused_inside.update(layer.module.modules())
+        for module in model.modules():
+            if (experts := FewRowsExperts.of(module)) is not None:
+                module.forward = experts
+        plain = {m for m in model.modules() if type(m) is nn.Linear} - fused_inside
+        _swap(model, lambda module: OneRowLinear(module) if module in plain else None)
+        log.info("%d of %d layers of the common shape are fused", taken, found)
 
     def attend(
         self,
@@ -216,7 +218,65 @@ class OneRowLinear(nn.Linear):
         return triton_layer.one_row(row, self.weight, self.bias).view(*rows.shape[:-1], -1)
 
 
-def _quicker(module: nn.Module) -> nn.Module | None:
+class FewRowsExperts:
+    """Experts whose few rows are ours; more go through transformers' grouped products."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._experts: Any = module
+        self._plain = type(module).forward.__get__(module)
+
+    @classmethod
+    def of(cls, module: Any) -> FewRowsExperts | None:
+        """For gated experts without biases that give the same answers on a sample."""
+        weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights):
+            return None
+        gate_up, down = weights
+        count, hidden, inner = down.shape
+        if gate_up.shape != (count, 2 * inner, hidden) or getattr(module, "has_bias", True):
+            return None
+        ours = cls(module)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(2, hidden, generator=generator).to(gate_up)
+        chosen = torch.tensor([[0, count - 1], [count // 2, 0]], device=gate_up.device)
+        shares = torch.tensor([[0.7, 0.3], [0.4, 0.6]]).to(gate_up)
+        try:
+            theirs = ours._plain(rows, chosen, shares)
+        except (TypeError, ValueError, RuntimeError) as error:
+            log.debug("experts are left as they are: %s", error)
+            return None
+        alike = _error(ours(rows, chosen, shares), theirs) <= _TOLERANCE[gate_up.dtype]
+        return ours if alike else None
+
+    def __call__(
+        self, hidden_states: Tensor, chosen: Tensor, shares: Tensor, **more: Any
+    ) -> Tensor:
+        if hidden_states.shape[0] > triton_experts.MOST_ROWS or more:
+            answer: Tensor = self._plain(hidden_states, chosen, shares, **more)
+            return answer
+        return triton_experts.few_rows_experts(
+            hidden_states.contiguous(),
+            self._experts.gate_up_proj,
+            self._experts.down_proj,
+            chosen.contiguous(),
+            shares.contiguous(),
+        )
+
+
+def _swap(model: nn.Module, better: Callable[[Any], nn.Module | None]) -> None:
+    """Put what `better` makes of a module in its place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (other := better(child)) is not None:
+                setattr(parent, name, other)
+
+
+def _return_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _quicker_norm(module: nn.Module) -> nn.Module | None:
     """The same computation by our own kernel, or None where it would not be the same."""
     if not type(module).__name__.endswith("RMSNorm"):
         return None
@@ -291,7 +351,7 @@ def _answers_alike(layer: PackedLayer, fused: FusedLayer) -> bool:
 
 
 def _one_chunk(count: int, weight: Tensor, width: int) -> Paging:
-    tile_rows = triton_attention.chunk_tiling(width, weight.dtype).rows
+    tile_rows = chunk_tiling(width, weight.dtype).rows
 
     def numbers(values: Any) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int32)).to(weight.device)
