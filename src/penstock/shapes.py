@@ -74,13 +74,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=512,
         dtype="float32",
     ),
-    # 64 layers x 4 heads x 128 x (K and V) x 4 bytes = 256 KiB of KV a token, but few weights.
+    # 8 layers x 32 heads x 128 x (K and V) x 4 bytes = 256 KiB of KV a token, but few weights.
     "big-kv": _llama(
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=32,
         head_dim=128,
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},

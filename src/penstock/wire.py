@@ -211,6 +211,7 @@ class Ready(msgspec.Struct, tag=True):
     # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
     # depending on who else has them open, so this cannot be told from `process_bytes`.
     overhead_bytes: int = 0
+    copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODEL = "SmolLM2-135M-Instruct"
+KV_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 4  # layers, heads, values, K and V, float32
 HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
 PARIS = "The capital of France is"
 
@@ -164,11 +165,11 @@ def test_errors_have_the_packages_own_classes(client: openai.OpenAI) -> None:
     assert isinstance(long.value.body, dict)
     assert long.value.body["penstock"] == {
         "reason": "window",
-        "domain": None,
+        "domain": "ram",
         "needed_tokens": 8193,
         "limit_tokens": 8192,
-        "needed_bytes": None,
-        "limit_bytes": None,
+        "needed_bytes": (8192 + 16) * KV_BYTES_PER_TOKEN,  # in whole blocks
+        "limit_bytes": 8192 * KV_BYTES_PER_TOKEN,
     }
 
 

@@ -102,6 +102,9 @@ class ServerSettings:
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
+    slow_client_s: Annotated[
+        float, Knob(parse_seconds, "a client that takes nothing for so long is let go")
+    ] = 300.0
     shutdown_grace_s: Annotated[
         float, Knob(parse_seconds, "time for running answers when stopped")
     ] = 5.0
@@ -256,6 +259,16 @@ def _knobs(section: type[Any]) -> dict[str, Knob]:
 # --- loading -----------------------------------------------------------------------------------
 
 
+# Flags that are not called after their setting.
+_FLAGS = {
+    "server.api_keys": "api-key",
+    "memory.limit": "memory",
+    "memory.gpu_limit": "memory",
+    "models.dirs": "models",
+    "models.default": "model",
+}
+
+
 def load(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -274,7 +287,8 @@ def load(
     ignored = _read_environment(environment, values)
     for key, value in (flags or {}).items():
         section, _, knob = key.partition(".")
-        values.put(section, knob, value, f"flag --{knob.replace('_', '-')}")
+        flag = _FLAGS.get(key, knob.replace("_", "-"))
+        values.put(section, knob, value, f"flag --{flag}")
     values.default("cache", "dir", home / "cache")
     models = values.section("models")
     return Config(

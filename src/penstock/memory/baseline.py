@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from penstock.memory.ledger import OutOfBudget, Purpose
@@ -26,6 +27,11 @@ class Baseline:
     def booked_bytes(self) -> int:
         """What the books say."""
         return self._booking.total()
+
+    def expect(self, size: int) -> None:
+        """The process is about to hold so much more; the next reading says how much it was."""
+        with contextlib.suppress(OutOfBudget):
+            self._booking.resize({_KEY: self._booking.total() + size})
 
     def measured(self, size: int) -> int:
         """The process was read to hold `size`; returns by how much the books were short of it."""

@@ -60,6 +60,8 @@ class ProcessReading:
     # counted once, whatever its children do.
     anonymous_bytes: int
     private_dirty_bytes: int  # what a child has of its own
+    # Its share of what no file backs: over a tree of processes these add up to all of it, once.
+    unbacked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +79,20 @@ def read_ram(proc: Path = PROC) -> RamReading:
     """The machine's figures now."""
     fields = _kib_fields(proc / "meminfo")
     physical = fields.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits, used = [], None
+    groups: list[GroupReading] = []
+    own_used = None
     for group, (limit_file, used_file) in memory_groups(proc):
-        limit = _integer(group / limit_file)
+        limit, used = _integer(group / limit_file), _integer(group / used_file)
+        if own_used is None:  # the first group is our own; those above count other processes too
+            own_used = used
         if limit is not None and limit < _NO_LIMIT_V1:
-            limits.append(limit)
-        if used is None:  # the first group is our own; those above count other processes too
-            used = _integer(group / used_file)
+            groups.append(GroupReading(limit, max((used or 0) - _droppable(group), 0)))
     return RamReading(
         physical_bytes=physical,
         available_bytes=fields.get("MemAvailable", physical),
-        cgroup_limit_bytes=min(limits, default=None),
-        cgroup_used_bytes=used,
+        cgroup_limit_bytes=min((group.limit_bytes for group in groups), default=None),
+        cgroup_used_bytes=own_used,
+        groups=tuple(groups),
     )
 
 
@@ -103,6 +107,11 @@ def read_process(pid: int, proc: Path = PROC) -> ProcessReading | None:
         proportional_bytes=fields["Pss"],
         anonymous_bytes=fields["Anonymous"],
         private_dirty_bytes=fields["Private_Dirty"],
+        unbacked_bytes=(
+            fields["Pss_Anon"] + fields.get("Pss_Shmem", 0)
+            if "Pss_Anon" in fields
+            else fields["Private_Dirty"]
+        ),
     )
 
 

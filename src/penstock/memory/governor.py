@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.25
-IDLE_S = 2.0
+IDLE_S = 0.5  # others may take memory while nothing runs here
 SHORT_S = 0.1
 RELEASE_TURNS = 8  # without a shortage, after which a domain is let go even without room over
 _ACT_S = 5.0  # an act that takes longer is left to itself
@@ -52,6 +52,9 @@ class Events:
     def __init__(self) -> None:
         self._rows: deque[dict[str, object]] = deque(maxlen=_EVENTS_KEPT)
         self.counts: dict[str, int] = {}
+        self.drift: dict[
+            str, int
+        ] = {}  # by how much each process was last read to be over its books
 
     def add(self, kind: str, **fields: object) -> None:
         """Something happened."""
@@ -87,7 +90,7 @@ class Watch(Protocol):
 
 def outside(readings: Readings) -> dict[str, tuple[int, int]]:
     """(external, capacity) of each domain: by the bound that leaves the least."""
-    own = sum(process.private_dirty_bytes for process in readings.processes.values())
+    own = sum(process.unbacked_bytes for process in readings.processes.values())
     ram = readings.ram
     bounds = [(ram.physical_bytes, ram.physical_bytes - ram.available_bytes)]
     bounds += [(group.limit_bytes, group.used_bytes) for group in ram.groups]

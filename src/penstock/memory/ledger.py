@@ -110,12 +110,10 @@ class _Domain:
     spare: int
     external: int
     booked: int
-    held: dict[tuple[str, Purpose], int]  # by owner and purpose
+    held: dict[str, dict[Purpose, int]]  # by owner and purpose; nothing that is zero
 
     def state(self) -> DomainState:
-        owners: dict[str, dict[Purpose, int]] = {}
-        for (owner, purpose), size in self.held.items():
-            owners.setdefault(owner, {})[purpose] = size
+        owners = {owner: dict(held) for owner, held in self.held.items()}
         return DomainState(
             self.limit, self.capacity, self.spare, self.external, self.booked, owners
         )
@@ -178,8 +176,10 @@ class Ledger:
     def check(self) -> None:
         """The books add up: nothing negative, no zero kept, no domain over its limit."""
         for name, books in self._domains.items():
-            assert all(size > 0 for size in books.held.values()), (name, books.held)
-            assert books.booked == sum(books.held.values()), name
+            sizes = [size for held in books.held.values() for size in held.values()]
+            assert all(books.held.values()), (name, books.held)
+            assert all(size > 0 for size in sizes), (name, books.held)
+            assert books.booked == sum(sizes), name
             assert books.booked <= books.limit, (name, books.booked, books.limit)
 
     def move(self, owner: str, before: Needs, after: Needs) -> None:
@@ -198,9 +198,12 @@ class Ledger:
                 raise OutOfBudget(domain, owner, total, self._domains[domain].state())
         for (domain, purpose), delta in deltas.items():
             books = self._domains[domain]
-            size = books.held.pop((owner, purpose), 0) + delta
+            held = books.held.setdefault(owner, {})
+            size = held.pop(purpose, 0) + delta
             if size:
-                books.held[owner, purpose] = size
+                held[purpose] = size
+            elif not held:
+                del books.held[owner]
             books.booked += delta
         if deltas:
             self._snapshot = None

@@ -54,6 +54,7 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/metrics", admin.metrics),
     ("GET", "/admin/api/models", admin.resident_models),
     ("GET", "/admin/api/memory", admin.memory),
+    ("POST", "/admin/api/memory/reset", admin.reset_memory),
     ("GET", "/admin/api/requests", admin.waiting_requests),
     ("GET", "/admin/api/events", admin.events),
     ("GET", "/admin/api/plan", plan.plan_model),
@@ -110,6 +111,7 @@ class App:
             self._services.requests.share(),
             self._services.config.server.max_body,
             self._closing,
+            self._services.config.server.slow_client_s,
         )
         exchange.record["route"] = "unknown"
         try:

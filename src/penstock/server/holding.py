@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ModelTooLarge
 from penstock.memory.admission import ModelRoom
-from penstock.memory.ledger import Purpose
+from penstock.memory.ledger import OutOfBudget, Purpose
+from penstock.memory.slack import Slack
 from penstock.wire import Grant, Shed
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.server.client import ModelClient
     from penstock.server.plans import ModelPlan
     from penstock.wire import Freed
+
+_WEIGHTS_IN_RAM = ("ram", Purpose.WEIGHTS)
+_SLACK_SHARE = 4  # of a model's bytes are kept for surprises at most
 
 
 class Holding:
@@ -36,6 +40,10 @@ class Holding:
         self._step_bytes = booking.needs.get((self.domain, Purpose.STEP), 0)
         self._client: ModelClient | None = None
         self._latest: asyncio.Future[Freed | None] | None = None
+        self._slack = Slack(booking.total() // _SLACK_SHARE)
+        self.slack_bytes = 0  # booked for surprises
+        self.unbooked_bytes = 0  # of a surprise, until KV has made room for it
+        self._latest_excess = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -102,9 +110,9 @@ class Holding:
         self.granted_kv_bytes = kv_bytes = max(kv_bytes, 0)
         await self._order(Grant(kv_bytes, self._step_bytes))
 
-    async def shed_caches(self) -> None:
+    def trim(self) -> asyncio.Future[Freed | None]:
         """Have it give back what its allocators keep for later."""
-        await self._order(Shed(0))
+        return self._order(Shed(0))
 
     def _order(self, message: Grant | Shed) -> asyncio.Future[Freed | None]:
         assert self._client is not None
@@ -121,9 +129,41 @@ class Holding:
         self.granted_kv_bytes = min(freed.kv_bytes, self.kv_bytes)
         self._book(self.granted_kv_bytes)
 
-    def measured(self, private_bytes: int) -> int:
-        """The process was read to hold so much RAM; by how much it is more than what is booked."""
-        return private_bytes - self._booking.total("ram")
+    def measured(self, dirty_bytes: int) -> int:
+        """The process was read to hold so much RAM of its own, mapped files aside; by how much that
+        is more than it should.
+
+        The books follow: what is more than expected is kept as slack beside the process's own.
+        """
+        if self._client is None:
+            return 0
+        ram, before = self._booking.needs, self.slack_bytes
+        mapped = ram.get(_WEIGHTS_IN_RAM, 0) - self._client.ready.copied_bytes
+        expected = self._booking.total("ram") - before - mapped - self._uncommitted_bytes()
+        # A reading and the worker's own word on its KV may be a moment apart; two in a row are not.
+        latest, self._latest_excess = self._latest_excess, dirty_bytes - expected
+        excess = min(latest, self._latest_excess)
+        self._slack.observe(excess)
+        if (change := self._slack.bytes - before) != 0:
+            key = ("ram", Purpose.PROCESS)
+            try:
+                self._booking.resize({**ram, key: ram.get(key, 0) + change})
+            except OutOfBudget:
+                self.unbooked_bytes = change
+            else:
+                self.slack_bytes, self.unbooked_bytes = self._slack.bytes, 0
+        return excess
+
+    def _uncommitted_bytes(self) -> int:
+        """KV in RAM that is booked and certainly not in use: known while the worker rests."""
+        client = self._client
+        if self.domain != "ram" or client is None or client.status is None or client.open_requests:
+            return 0
+        return max(self.kv_bytes - client.status.kv_committed_bytes, 0)
+
+    def forget_surprises(self) -> None:
+        """Give back what is kept for a process that was once larger than expected."""
+        self._slack.reset()
 
     def settle(self) -> None:
         """The process was told to end; its bytes are out of use but not back."""

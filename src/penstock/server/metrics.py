@@ -53,6 +53,10 @@ class Metrics:
         self._completion_tokens = Counter(
             "penstock_completion_tokens", "Tokens generated.", ["model"], registry=registry
         )
+        self._tokenising = Histogram(
+            "penstock_tokenise_seconds", "From a prompt's text to its tokens.", ["model"],
+            buckets=_WAIT_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._first_token = Histogram(
             "penstock_time_to_first_token_seconds", "From the request's head to a first token.",
             ["model"], buckets=_WAIT_BUCKETS, registry=registry,
@@ -63,6 +67,10 @@ class Metrics:
         )  # fmt: skip
         registry.register(_Workers(statuses))
         registry.register(_Memory(ledger, governor))
+
+    def tokenised(self, model: str, seconds: float) -> None:
+        """A prompt's text has become tokens."""
+        self._tokenising.labels(model).observe(seconds)
 
     def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
         """A step gave one answer that many tokens, so long after its last one."""
@@ -174,4 +182,11 @@ class _Memory(Collector):
         )
         for kind, count in self._governor.events.counts.items():
             events.add_metric([kind], count)
-        yield from (booked, bounds, events)
+        drift = GaugeMetricFamily(
+            "penstock_memory_drift_bytes",
+            "By how much a process was read to be over its books; negative: under them.",
+            labels=["owner"],
+        )
+        for owner, size in self._governor.events.drift.items():
+            drift.add_metric([owner], size)
+        yield from (booked, bounds, events, drift)

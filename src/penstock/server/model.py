@@ -69,6 +69,7 @@ class Model:
     refusals: int = 0  # in a row
     error: PenstockError | None = None  # why it is FAILED
     retry_at: float = 0.0  # when FAILED may be tried again
+    _rests_since: float = 0.0
 
     @property
     def client(self) -> ModelClient:
@@ -118,6 +119,15 @@ class Model:
         """End it, if it is still idle."""
         assert self.unload_idle is not None
         await self.unload_idle()
+
+    def rested(self, after_s: float) -> bool:
+        """Whether it has been idle for so long; true once for each time it rests."""
+        if self.leases or self.client.open_requests or self._rests_since == self.used_at:
+            return False
+        if time.monotonic() - self.used_at < after_s:
+            return False
+        self._rests_since = self.used_at
+        return True
 
     # --- its life ---
 
@@ -212,7 +222,10 @@ class Model:
                 "dtype": ready.dtype,
                 "kv_bytes": self.holding.granted_kv_bytes,
                 "kv_tokens": self.holding.granted_kv_bytes // max(room.kv_bytes_per_token, 1),
+                "kv_bytes_per_token": room.kv_bytes_per_token,
                 "weight_bytes": ready.weight_bytes,
+                "step_bytes": ready.step_bytes,
+                "measured_step_bytes": max(point.bytes for point in ready.cost.measured),
                 "requests": self.worker.client.open_requests,
             }
         if self.state is State.FAILED and self.error is not None:

@@ -11,24 +11,27 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
 from penstock.memory.gauge import read_gpus, read_process, read_ram
 from penstock.memory.governor import Act, Events, Governor, Readings
+from penstock.memory.slack import NOISE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from penstock.memory.baseline import Baseline
+    from penstock.memory.gauge import ProcessReading
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
     from penstock.server.model import Model
     from penstock.server.residency import Residency
     from penstock.server.supervisor import Supervisor
 
-DRIFT_LEAST_BYTES = 8 << 20  # less than this is noise
+REST_S = 2.0  # between two readings of processes that do nothing
 _libc = ctypes.CDLL(None)
 
 
@@ -57,6 +60,10 @@ class _Watch:
     reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
     _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
+    _latest: Mapping[str, ProcessReading] = field(default_factory=dict)
+    _pids: dict[str, int | None] = field(default_factory=dict)  # of the latest
+    _read_at: float = 0.0
+    _reconciled: Mapping[str, ProcessReading] | None = None
 
     def busy(self) -> bool:
         """Whether memory may be moving."""
@@ -68,13 +75,20 @@ class _Watch:
         )
 
     def read(self) -> Readings:
-        """All figures; in a thread. Only copies of the server's own tables are looked at."""
+        """All figures; in a thread. Only copies of the server's own tables are looked at.
+
+        Reading a process walks all of its pages; while nothing runs, that is done more seldom than
+        looking at what others use.
+        """
         pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
         pids |= {owner_of(name): pid for name, pid in self.residency.workers().items()}
-        found = {owner: read_process(pid) for owner, pid in pids.items() if pid is not None}
-        processes = {owner: reading for owner, reading in found.items() if reading is not None}
+        now = time.monotonic()
+        if self.busy() or pids != self._pids or now - self._read_at >= REST_S:
+            found = {owner: read_process(pid) for owner, pid in pids.items() if pid is not None}
+            self._latest = {owner: reading for owner, reading in found.items() if reading}
+            self._pids, self._read_at = pids, now
         gpus = read_gpus()
-        return Readings(read_ram(), gpus, processes, self._gpu_own() if gpus else {})
+        return Readings(read_ram(), gpus, self._latest, self._gpu_own() if gpus else {})
 
     def _gpu_own(self) -> dict[str, int]:
         """Ours on each GPU: all that is booked, but of the KV only what is committed."""
@@ -89,28 +103,37 @@ class _Watch:
     def reconcile(self, readings: Readings) -> None:
         """Let the books follow what was read; a surprise is an event."""
         processes = readings.processes
+        if processes is self._reconciled:
+            return
+        self._reconciled = processes
         if (server := processes.get("server")) is not None:
             # What requests hold is booked of its own.
             size = max(server.anonymous_bytes - self.requests.used_bytes, 0)
             self._surprise("server", self.server.measured(size))
         if (template := processes.get("template")) is not None:
             self._surprise("template", self.residency.template.measured(template.anonymous_bytes))
+        unbooked = 0
         for name, model in self.residency.tenants().items():
             worker, holding = processes.get(owner_of(name)), model.holding
             if worker is None or holding is None:
                 continue
-            self._surprise(owner_of(name), holding.measured(worker.private_bytes))
-        unbooked = self.server.unbooked_bytes + self.residency.template.unbooked_bytes
+            self._surprise(owner_of(name), holding.measured(worker.private_dirty_bytes))
+            if model.rested(REST_S):
+                holding.trim()  # after a rush; what is kept for the next step is others' meanwhile
+            unbooked += holding.unbooked_bytes
+        unbooked += self.server.unbooked_bytes + self.residency.template.unbooked_bytes
         if unbooked > 0:
             self.reclaim(unbooked)  # KV makes room; the next turn books what was read
-        if not self.busy():
+        busy = self.busy()
+        if not busy:
             trim_heap()
-            self.residency.room.spread()
+        self.residency.room.spread(busy=busy)
 
     def _surprise(self, owner: str, drift: int) -> None:
-        if drift <= DRIFT_LEAST_BYTES:
+        self.events.drift[owner] = drift
+        if drift <= NOISE_BYTES:
             self._noted.pop(owner, None)
-        elif abs(drift - self._noted.get(owner, 0)) > DRIFT_LEAST_BYTES:
+        elif drift > 2 * self._noted.get(owner, 0):
             self._noted[owner] = drift
             self.events.add("drift", owner=owner, drift_bytes=drift)
 
@@ -132,7 +155,7 @@ def shed_list(residency: Residency) -> list[Act]:
         if domain == "ram":
             trim_heap()
         holdings = [m.holding for m in in_domain(domain).values() if m.holding is not None]
-        await asyncio.gather(*(holding.shed_caches() for holding in holdings))
+        await asyncio.gather(*(holding.trim() for holding in holdings))
 
     async def shrink(domain: str, size: int, *, in_use: bool) -> None:
         tenants = in_domain(domain)

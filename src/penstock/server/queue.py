@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import Overloaded
+from penstock.server.drain import DrainRate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 LOOK_AHEAD = 4  # turns beyond those that the worker runs
-_STARTS_KEPT = 64  # how far back the rate looks
-_RATE_S = 60.0
-_CAUTION = 1.1  # a little late is better than refused twice
-_UNKNOWN_S = 2.0  # between two starts, before any was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class Capacity:
     running: int  # turns that are in its batch
     sequences: int  # the most it runs at once
     kv_bytes: int
-    held: bool = False  # the governor lets nobody start now
+    held: bool = False  # others have taken what is booked: nobody starts now
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +45,6 @@ class _Turn:
     kv_bytes: int  # at its longest
     tokens: int  # what it costs its key
     number: int
-    waited: bool = False  # it did not start the moment it came
     started: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
@@ -80,13 +76,13 @@ class Lane:
         self._waiting_bytes = 0
         self._rate = DrainRate(clock)
 
-    def visit(self, key: str, priority: int, size_bytes: int) -> Visit:
+    def visit(self, key: str, priority: int, size_bytes: int, answers: int = 1) -> Visit:
         """A request comes; `Overloaded` says when a place will be free if there is none."""
         requests, held = len(self._waiting), self._waiting_bytes
         full = requests >= self._most_requests
         # One request alone may be as large as it likes: its bytes are booked elsewhere too.
         if full or (self._waiting and held + size_bytes > self._most_bytes):
-            retry_after_s = self._rate.promise()
+            retry_after_s, place = self._rate.promise()
             what = (
                 f"{requests} requests wait for the model {self._model!r}, and server.queue_requests"
                 if full
@@ -100,12 +96,15 @@ class Lane:
                     "reason": "queue",
                     "waiting": requests,
                     "starts_per_s": round(self._rate.per_s(), 3),
+                    "place": place,
+                    "expected_s": round(retry_after_s, 3),
                 },
             )
-        return Visit(self, key, priority, size_bytes, self._clock())
+        return Visit(self, key, priority, size_bytes, self._clock(), answers)
 
     def pump(self) -> None:
-        """Start whom there is room for; called when a turn ends and after each step."""
+        """Start whom there is room for; called when a turn ends, after each step, and when memory
+        that others had taken is back."""
         while (turn := self._next()) is not None and self._may_start(turn):
             self._lines[turn.visit.priority][turn.visit.key].popleft()
             if turn.started.done():  # given up in the same moment
@@ -167,7 +166,7 @@ class Lane:
         turn = _Turn(visit, kv_bytes, tokens, next(self._numbers))
         self._lines.setdefault(visit.priority, {}).setdefault(visit.key, deque()).append(turn)
         self.pump()
-        turn.waited = True
+        self._note_crowd()
         try:
             await self._until_started(turn)
             yield
@@ -175,10 +174,19 @@ class Lane:
             if turn in self._at_work:
                 del self._at_work[turn]
                 self._kv_at_work -= kv_bytes
-                self._rate.ended()
+                self._rate.ended(turn)
             else:
                 self._forget(turn)
             self.pump()
+            self._note_crowd()
+
+    def _note_crowd(self) -> None:
+        """Tell the rate whether anyone waits for a place; a request that waits for a load or for
+        memory is in the line too, but no start would help it."""
+        if any(True for _ in self._turns()):
+            self._rate.crowd()
+        else:
+            self._rate.cleared()
 
     async def _until_started(self, turn: _Turn) -> None:
         left = turn.visit.arrived + self._deadline_s - self._clock()
@@ -186,7 +194,7 @@ class Lane:
             async with asyncio.timeout(max(left, 0.0) if not turn.started.done() else None):
                 await turn.started
         except TimeoutError:
-            retry_after_s = self._rate.promise()
+            retry_after_s, _ = self._rate.promise()
             raise Overloaded(
                 f"The request waited {self._deadline_s:g} s for its turn at the model "
                 f"{self._model!r} (server.queue_deadline_s).",
@@ -198,16 +206,14 @@ class Lane:
         self._at_work[turn] = None
         self._kv_at_work += turn.kv_bytes
         self._served[turn.visit.key] += turn.tokens
-        if self._no_longer_waits(turn.visit) and turn.waited:
-            self._rate.started()
+        self._rate.began(turn, 1 / turn.visit.answers)
+        self._no_longer_waits(turn.visit)
         turn.started.set_result(None)
 
-    def _no_longer_waits(self, visit: Visit) -> bool:
-        if visit not in self._waiting:
-            return False
-        del self._waiting[visit]
-        self._waiting_bytes -= visit.size_bytes
-        return True
+    def _no_longer_waits(self, visit: Visit) -> None:
+        if visit in self._waiting:
+            del self._waiting[visit]
+            self._waiting_bytes -= visit.size_bytes
 
     def _may_start(self, turn: _Turn) -> bool:
         if not self._at_work:
@@ -250,9 +256,16 @@ class Visit:
     """One request in the line, from its arrival to its last answer; a context manager."""
 
     def __init__(
-        self, lane: Lane, key: str, priority: int, size_bytes: int, arrived: float
+        self,
+        lane: Lane,
+        key: str,
+        priority: int,
+        size_bytes: int,
+        arrived: float,
+        answers: int = 1,
     ) -> None:
         self.key = key
+        self.answers = answers
         self.priority = priority
         self.size_bytes = size_bytes
         self.arrived = arrived
@@ -273,50 +286,3 @@ class Visit:
         trace: TracebackType | None,
     ) -> None:
         self._lane.leave(self)
-
-
-class DrainRate:
-    """How fast places become free, and which of them are spoken for.
-
-    From the starts of those who waited; where too few have, from the ends of those at work, which
-    makes an idle model look slow rather than fast.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
-        self._ends: deque[float] = deque(maxlen=_STARTS_KEPT)
-        self._promised: deque[float] = deque()  # when those who were refused come back
-
-    def started(self) -> None:
-        """A waiting request has left the line for the worker."""
-        self._starts.append(self._clock())
-
-    def ended(self) -> None:
-        """A place with the worker is free."""
-        self._ends.append(self._clock())
-
-    def per_s(self) -> float:
-        """Starts per second. Silence lowers it: the time since the last start counts."""
-        now = self._clock()
-        for times in (self._starts, self._ends):
-            while times and now - times[0] > _RATE_S:
-                times.popleft()
-            if len(times) >= 2:
-                between = (times[-1] - times[0]) / (len(times) - 1)
-                return 1 / max(between, (now - times[-1]) / 2, 1e-3)
-        return 1 / _UNKNOWN_S
-
-    def until(self, place: int) -> float:
-        """Seconds until that many have started."""
-        return place / self.per_s()
-
-    def promise(self) -> float:
-        """Seconds until a place is free that nobody else was promised."""
-        now = self._clock()
-        while self._promised and self._promised[0] <= now:
-            self._promised.popleft()
-        latest = self._promised[-1] if self._promised else now
-        place = latest + _CAUTION / self.per_s()
-        self._promised.append(place)
-        return place - now

@@ -71,7 +71,7 @@ class Residency:
         self._settings = settings
         self._profile_dir = profile_dir
         self._models: dict[str, Model] = {}
-        self._gpus: Sequence[GpuReading] | None = None
+        self.gpus: Sequence[GpuReading] = ()  # as last read, at a load or at the start
         self._closed = False
 
     @contextlib.asynccontextmanager
@@ -131,9 +131,7 @@ class Residency:
 
     async def plan(self, card: Card) -> ModelPlan:
         """How a model would be loaded: device and dtype resolved."""
-        if self._gpus is None:
-            self._gpus = await asyncio.to_thread(read_gpus)
-        return self._plan(card, self._gpus)
+        return self._plan(card, self.gpus)
 
     async def room_of(self, card: Card) -> ModelRoom:
         """A model as admission sees it, loaded or not."""
@@ -225,8 +223,8 @@ class Residency:
         """Book, fork, load, book again what was measured. A failure gives every byte back, after
         the process is gone."""
         model.card = await asyncio.to_thread(self._catalog.find, model.name)
-        self._gpus = await asyncio.to_thread(read_gpus)
-        plan = self._plan(model.card, self._gpus)
+        self.gpus = await asyncio.to_thread(read_gpus)
+        plan = self._plan(model.card, self.gpus)
         await self._measure_template()
         async with contextlib.AsyncExitStack() as undo:
             booking = await self.room.take(plan.load_need())

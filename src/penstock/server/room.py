@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.5
 # KV is not handed out in crumbs, nor right after a domain was short.
 SPREAD_LEAST_BYTES = 16 << 20
+_BUSY_SHARE = 32  # of the limit
 
 
 class Tenant(Protocol):
@@ -163,18 +164,19 @@ class Room:
         except TimeoutError:
             return
 
-    def spread(self) -> None:
+    def spread(self, *, busy: bool = False) -> None:
         """Hand free memory to models that can use it, the latest used first; never while loads wait
-        or a domain is held."""
+        or a domain is held. While requests come and go, only if there is plenty: what they take and
+        give back should not travel through a model each time."""
         for tenant in sorted(self._tenants().values(), key=lambda t: -t.resident().used_at):
             resident = tenant.resident()
-            if self._waiting[resident.domain] or resident.domain in self.held:
+            domain = resident.domain
+            if self._waiting[domain] or domain in self.held or (domain == "ram" and self.claimed()):
                 continue
-            if resident.domain == "ram" and self.claimed():
-                continue
-            free = self._ledger.free(resident.domain)
-            more = min(free, tenant.kv_most_bytes - resident.kv_bytes)
-            if more < SPREAD_LEAST_BYTES:
+            more = min(self._ledger.free(domain), tenant.kv_most_bytes - resident.kv_bytes)
+            limit = self._ledger.snapshot()[domain].limit_bytes
+            least = max(SPREAD_LEAST_BYTES, limit // _BUSY_SHARE if busy else 0)
+            if more < least:
                 continue
             try:
                 tenant.grow_kv(resident.kv_bytes + more)

@@ -23,7 +23,7 @@ from penstock.memory.guard import guard_numbers, guard_sentence, open_books
 from penstock.memory.ledger import OutOfBudget
 from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
-from penstock.server.api.services import Services
+from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
 from penstock.server.pressure import build_governor
@@ -31,10 +31,12 @@ from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.config import Config, ServerSettings
+    from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
+    from penstock.server.queue import Lane
     from penstock.wire import Status
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ async def serve(
     if config.models.default is not None:
         await asyncio.to_thread(catalog.find, config.models.default)
     with _listen(config.server.host, config.server.port) as sock:
-        services = build_services(config, catalog, supervisor, ledger)
+        services = build_services(config, catalog, supervisor, ledger, gpus)
         residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
@@ -107,7 +109,11 @@ async def serve(
 
 
 def build_services(
-    config: Config, catalog: Catalog, supervisor: Supervisor, ledger: Ledger
+    config: Config,
+    catalog: Catalog,
+    supervisor: Supervisor,
+    ledger: Ledger,
+    gpus: Sequence[GpuReading],
 ) -> Services:
     """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
     patience_s = config.server.queue_deadline_s
@@ -122,12 +128,17 @@ def build_services(
         profile_dir=config.home / "profiles",
         patience_s=patience_s,
     )
+    residency.gpus = gpus
     loop = asyncio.get_running_loop()
     reclaims: set[asyncio.Task[None]] = set()
+
+    lanes: dict[str, Lane] = {}
 
     def tell_waiters() -> None:
         requests.retry()
         residency.room.wake()
+        for lane in lanes.values():
+            lane.pump()
 
     def reclaim(size: int) -> None:
         task = loop.create_task(residency.room.reclaim("ram", size))
@@ -142,7 +153,8 @@ def build_services(
     ledger.on_room = on_room
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
-    return Services(config, catalog, residency, metrics, ledger, requests, governor)
+    texts = Texts(requests, server)
+    return Services(config, catalog, residency, metrics, ledger, requests, governor, texts, lanes)
 
 
 def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:

@@ -41,8 +41,9 @@ from penstock.text.seams import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Threads of the library's pool, which takes batches of two texts or more.
-_WIDTH = max(1, min(4, os.cpu_count() or 1))
+# Threads of the library's pool, which takes batches of two texts or more. Not one for every core:
+# even an idle-only thread delays the waking of a step's thread on its core.
+_WIDTH = max(1, min(4, (os.cpu_count() or 1) // 2))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("RAYON_NUM_THREADS", str(_WIDTH))
 

@@ -25,7 +25,7 @@ from penstock.worker.engine.generate import GenerateEngine
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.meter import PrivateBytes, meter_for, overhead_bytes
+from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
@@ -103,6 +103,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
     in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
     committed = arena.committed_bytes if in_ram else 0
+    copied = copied_bytes(Path(spec.path), weight_bytes) if in_ram else 0
     ready = Ready(
         pid=0,
         device=str(device),
@@ -119,7 +120,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         step_tokens=measured.limits.tokens,
         graph_bytes=executor.graph_bytes,
         outer_cap=str(outer.group) if outer is not None else None,
-        overhead_bytes=overhead_bytes(Path(spec.path), weight_bytes if in_ram else 0, committed),
+        overhead_bytes=overhead_bytes(copied, committed),
+        copied_bytes=copied,
     )
     engine = GenerateEngine(bench, measured, ready)
     verify.compare_with_own_attention(model, engine, text)

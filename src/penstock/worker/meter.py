@@ -122,7 +122,7 @@ class PrivateBytes:
             return 0
 
 
-def overhead_bytes(folder: Path, weight_bytes: int, committed_bytes: int) -> int:
+def overhead_bytes(copied_bytes: int, committed_bytes: int) -> int:
     """RAM of this process beside weights and KV, wherever the weights are.
 
     What is mapped from the model's files is clean and in no private figure that can be relied on;
@@ -131,8 +131,12 @@ def overhead_bytes(folder: Path, weight_bytes: int, committed_bytes: int) -> int
     reading = read_process(os.getpid())
     if reading is None:
         return 0
-    copied = max(weight_bytes - _mapped_bytes(folder), 0)
-    return max(reading.private_dirty_bytes - copied - committed_bytes, 0)
+    return max(reading.private_dirty_bytes - copied_bytes - committed_bytes, 0)
+
+
+def copied_bytes(folder: Path, weight_bytes: int) -> int:
+    """The part of the weights that is not mapped from the files in `folder`."""
+    return max(weight_bytes - _mapped_bytes(folder), 0)
 
 
 def _mapped_bytes(folder: Path) -> int:

@@ -25,7 +25,7 @@ LIMIT = 8_000
 
 
 def process(private: int) -> ProcessReading:
-    return ProcessReading(private, private, private, private, private)
+    return ProcessReading(*[private] * 6)
 
 
 def readings(others: int, own: int = 1000, groups: tuple[GroupReading, ...] = ()) -> Readings:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.errors import Overloaded
-from penstock.memory import admission, governor, ledger, requests
+from penstock.memory import admission, gauge, governor, ledger, requests, slack
 from penstock.memory.admission import (
     LoadNeed,
     ModelRoom,
@@ -21,9 +21,12 @@ from penstock.memory.admission import (
     decide,
     decide_load,
 )
+from penstock.memory.baseline import Baseline
 from penstock.memory.ledger import Ledger, OutOfBudget, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.server import queue
+from penstock.server.api import backlog
+from penstock.server.api.generation import Piece
 from penstock.server.queue import Capacity, Lane
 from penstock.testing import tokenizers
 from penstock.text.tokenizer import Tokenizer
@@ -35,6 +38,10 @@ KV = ("ram", Purpose.KV)
 ROOM = ModelRoom("m", "ram", 1000, 10, 16, 1600, 1000)
 PINNED = Resident("p", "ram", 6000, 500, 0, 500, idle=True, pinned=True, used_at=0)
 BUSY = Resident("b", "ram", 10, 100, 100, 10, idle=False, pinned=False, used_at=0)
+
+GROUPED = governor.Readings(
+    gauge.RamReading(1 << 40, 1 << 39, None, None, (gauge.GroupReading(1000, 900),)), (), {}
+)
 
 
 def budget() -> None:
@@ -144,6 +151,32 @@ def refusal_without_tokenising() -> None:
     assert tokenizers.byte_level().least_tokens("x" * 100_000) > 0
 
 
+def control_group() -> None:
+    assert governor.outside(GROUPED)["ram"] == (900, 1000)
+
+
+def slow_client() -> None:
+    async def body() -> None:
+        pool = RequestPool(Ledger({"ram": 1 << 30}), 1 << 20, 1 << 26, 1.0)
+        backlog.Backlog(pool.share()).put(Piece(0, "a", [1], [0]))
+        assert pool.used_bytes >= backlog.PIECE_BYTES
+
+    asyncio.run(body())
+
+
+def drift() -> None:
+    kept = slack.Slack(100 << 20)
+    kept.observe(20 << 20)
+    assert kept.bytes == 20 << 20
+
+
+def tokenizer_read() -> None:
+    books = Ledger({"ram": 1000})
+    baseline = Baseline(books, "server", 100)
+    baseline.expect(50)
+    assert books.free("ram") == 850
+
+
 OFF: dict[Callable[[], None], tuple[Any, str, Any]] = {
     budget: (ledger._Domain, "free", property(lambda self: 1 << 60)),
     capacity: (Ledger, "observe", lambda *_: None),
@@ -159,6 +192,10 @@ OFF: dict[Callable[[], None], tuple[Any, str, Any]] = {
     governor_hold: (Lane, "_may_start", lambda *_: True),
     shed_list: (governor.Governor, "_shed", lambda *_: asyncio.sleep(0)),
     settling: (ledger.Reservation, "settle", ledger.Reservation.release),
+    control_group: (gauge.RamReading, "groups", ()),
+    slow_client: (requests.Share, "grow_now", lambda *_: None),
+    drift: (slack.Slack, "observe", lambda *_: None),
+    tokenizer_read: (Baseline, "expect", lambda *_: None),
     refusal_without_tokenising: (Tokenizer, "least_tokens", lambda *_: 0),
 }
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from penstock.errors import Overloaded
-from penstock.server.queue import LOOK_AHEAD, Capacity, DrainRate, Lane
+from penstock.server.queue import LOOK_AHEAD, Capacity, Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -239,59 +237,3 @@ async def test_who_gives_up_leaves_no_trace(bench: Bench) -> None:
     await asyncio.gather(bench.tasks[1], return_exceptions=True)
     assert [row["place"] for row in bench.lane.rows()] == [1]
     assert await run_all(bench) == ["a", "c"]
-
-
-def test_the_rate_follows_starts_and_silence() -> None:
-    clock = Clock()
-    rate = DrainRate(clock)
-    for _ in range(10):
-        clock.now += 0.5
-        rate.started()
-    assert rate.per_s() == pytest.approx(2)
-    assert rate.until(4) == pytest.approx(2)
-    clock.now += 10
-    assert rate.per_s() == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_promises_are_kept(seed: int) -> None:
-    """100 clients who are refused and come back exactly when told find a place.
-
-    Simulated: a worker of 4, service times that vary threefold, a line of 8.
-    """
-    clock, chance = Clock(), random.Random(seed)
-    rate = DrainRate(clock)
-    at_work = [clock.now + chance.uniform(0.5, 1.5) for _ in range(4)]
-    waiting, accepted, errors = 8, 0, []
-    returns: list[tuple[float, float]] = []  # (when told, when asked)
-
-    def advance(until: float) -> None:
-        nonlocal waiting
-        while min(at_work) <= until:
-            clock.now = min(at_work)
-            at_work.remove(clock.now)
-            at_work.append(clock.now + chance.uniform(0.5, 1.5) if waiting else float("inf"))
-            if waiting:
-                waiting -= 1
-                rate.started()
-        clock.now = until
-
-    for _ in range(40):  # a line that has been full for a while
-        advance(clock.now + 0.25)
-        waiting = 8
-    for _ in range(100):
-        told = rate.promise()
-        returns.append((clock.now + told, clock.now))
-    for at, asked in sorted(returns):
-        free_at = None
-        while clock.now < at:
-            advance(min(clock.now + 0.05, at))
-            if free_at is None and waiting < 8:
-                free_at = clock.now
-        if waiting < 8:
-            accepted += 1
-            waiting += 1
-            real = (free_at or at) - asked
-            errors.append(abs(at - asked - real) / max(real, 0.25))
-    assert accepted >= 90
-    assert statistics.median(errors) <= 0.3

@@ -79,7 +79,21 @@ async def memory(exchange: Exchange, services: Services) -> None:
         "used_bytes": services.requests.used_bytes,
         "waiting": services.requests.waiting,
     }
+    rows["slack"] = {
+        name: model.holding.slack_bytes
+        for name, model in services.residency.tenants().items()
+        if model.holding is not None and model.holding.slack_bytes
+    }
     await exchange.send_json(rows)
+
+
+async def reset_memory(exchange: Exchange, services: Services) -> None:
+    """Forget by how much processes have surprised us; the next reading gives the bytes back."""
+    for model in services.residency.tenants().values():
+        if model.holding is not None:
+            model.holding.forget_surprises()
+    services.governor.events.add("slack reset")
+    await exchange.send_json({"status": "ok"})
 
 
 async def events(exchange: Exchange, services: Services) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from penstock.server.api.backlog import Backlog
+
 if TYPE_CHECKING:
     from penstock.server.api.exchange import Exchange
     from penstock.server.api.generation import Generation, Piece
@@ -56,34 +58,6 @@ class Collected:
         return True
 
 
-class _Stream:
-    """A sink that hands pieces on as they come; None is the end."""
-
-    keeps = False
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._used = False
-
-    def put(self, piece: Piece) -> None:
-        self._used = True
-        self.queue.put_nowait(piece)
-
-    def restart(self) -> bool:
-        return not self._used
-
-    async def next(self, patience_s: float) -> list[Piece | None]:
-        """What is there, or after that long nothing."""
-        try:
-            async with asyncio.timeout(patience_s):
-                pieces = [await self.queue.get()]
-        except TimeoutError:
-            return []
-        while not self.queue.empty():
-            pieces.append(self.queue.get_nowait())
-        return pieces
-
-
 async def send_stream(
     exchange: Exchange, generation: Generation, renderer: Renderer, keepalive_after_s: float
 ) -> None:
@@ -91,26 +65,27 @@ async def send_stream(
 
     So an error before that has a status of its own; the caller renders later ones in-band.
     """
-    stream = _Stream()
+    backlog = Backlog(exchange.share)
 
     async def produce() -> None:
         try:
-            await generation.run(stream)
+            await generation.run(backlog)
         finally:
-            stream.queue.put_nowait(None)
+            backlog.end()
 
     async def relay(producer: asyncio.Future[None]) -> None:
         ended = False
         while not ended:
-            pieces = await stream.next(keepalive_after_s)
-            ended = None in pieces
-            content = b"".join(renderer.events(piece) for piece in pieces if piece is not None)
-            if ended and len(pieces) == 1 and exchange.status is None:
+            pieces = await backlog.take(keepalive_after_s)
+            ended = backlog.ended
+            content = b"".join(map(renderer.events, pieces))
+            if ended and not pieces and exchange.status is None:
                 await producer  # ended before the first piece: its error gets a status
             if exchange.status is None:
                 await exchange.begin(200, _STREAM_HEADERS)
-            if content or not pieces:
+            if content or not (pieces or ended):
                 await exchange.write(content or KEEP_ALIVE)
+            backlog.sent()
         await producer
         await exchange.write(renderer.closing(generation.usage.as_dict()), more=False)
 

@@ -48,6 +48,7 @@ class Exchange:
     share: Share  # the memory that this request takes in the server
     limit_bytes: int  # of the body
     closing: asyncio.Event  # set when answers still running must end now
+    patience_s: float = 300.0  # with a client that takes nothing of what it is sent
     caller: str = ""  # which API key was used; requests are fair between them
     started: float = field(default_factory=time.monotonic)
     status: int | None = None  # of the answer, once its headers are out
@@ -188,9 +189,16 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, content: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body; `more=False` ends the answer."""
+        """Send a piece of the body; `more=False` ends the answer.
+
+        Waits while the client does not read; one that takes nothing for long is as good as gone.
+        """
         self._answered = not more
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        except TimeoutError:
+            raise ClientGone from None
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

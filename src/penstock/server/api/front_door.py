@@ -39,10 +39,12 @@ class FrontDoor:
         await self.check(RequestNeed(least, None, self.prompt_field, at_least=True))
         working = tokenizer.encoding_bytes(text)
         await self.share.grow(working)
+        started = time.monotonic()
         try:
             ids = await tokenizer.encode_in_thread(text, add_special_tokens=add_special_tokens)
         finally:
             self.share.shrink(working)
+        self.services.metrics.tokenised(self.card.name, time.monotonic() - started)
         await self.share.grow(TOKEN_BYTES * len(ids))
         return ids
 

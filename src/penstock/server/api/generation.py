@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock import wire
-from penstock.errors import BadRequest, WorkerLost
+from penstock.errors import BadRequest, ContextTooLong, Overloaded, WorkerLost
 from penstock.memory.admission import RequestNeed
 from penstock.memory.requests import ANSWER_TOKEN_BYTES, LOGPROB_BYTES, TOKEN_BYTES
 from penstock.server.api.fields import seed_of
@@ -115,7 +115,8 @@ class Generation:
     async def run(self, sink: Sink) -> None:
         """Put every piece into `sink`. A worker lost before the client saw anything is retried;
         one that was lost while this request stood in line does not count."""
-        await self._door.check(self._need(max(map(len, self._job.prompts))))
+        longest = self._need(max(map(len, self._job.prompts)))
+        await self._door.check(longest)
         losses = 0
         while True:
             self.submitted = None
@@ -126,6 +127,13 @@ class Generation:
                 if losses > 1 or not sink.restart():
                     raise
                 self.usage.completion_tokens = 0
+            except ContextTooLong as error:
+                # The worker has less KV than when the request was let in; if that is not all there
+                # can ever be, it waits for more.
+                await self._door.check(longest)
+                if not sink.restart() or time.monotonic() >= self._deadline:
+                    raise Overloaded(error.message, retry_after_s=10) from None
+                await self._services.residency.room.wait()
 
     def _need(self, prompt_tokens: int) -> RequestNeed:
         policy = self._services.config.server.max_tokens_policy
@@ -140,7 +148,8 @@ class Generation:
         job, services = self._job, self._services
         size = TOKEN_BYTES * self.usage.prompt_tokens
         lane = services.lane(job.card.name)
-        with lane.visit(self._caller, job.fields.priority or 0, size) as visit:
+        answers = len(job.prompts) * job.n
+        with lane.visit(self._caller, job.fields.priority or 0, size, answers) as visit:
             async with services.residency.lease(job.card.name) as (_, client):
                 services.follow(lane, client)
                 grants = [
@@ -152,7 +161,7 @@ class Generation:
                 await _together(
                     [
                         self._turn(client, visit, index, self._submit(index, grants), sink)
-                        for index in range(len(job.prompts) * job.n)
+                        for index in range(answers)
                     ]
                 )
 

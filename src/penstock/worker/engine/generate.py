@@ -115,7 +115,9 @@ class GenerateEngine:
         """
         before = self._arena.committed_bytes
         least = max(2, self._scheduler.least_blocks() + 1)
-        self._granted_blocks = max(least, self._arena.blocks_within(kv_bytes))
+        # Memory comes in whole extents: what is held for one block of it serves the others too.
+        kv_bytes = max(kv_bytes, self._arena.bytes_for(least))
+        self._granted_blocks = self._arena.blocks_within(kv_bytes)
         self._commit_again_at = None
         self._pool.set_limit(self._granted_blocks)
         self._scheduler.shrink()
