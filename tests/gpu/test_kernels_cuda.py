@@ -39,8 +39,17 @@ SHAPES = [
 MASKS = [{}, {"window": 50}, {"softcap": 20.0}, {"sinks": True}]
 
 
-def numbers(values: object) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+def arena_views(heads: Heads, blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer, laid out as the arena does."""
+    key, value = (BLOCK * heads.kv * dim for dim in (heads.key_dim, heads.value_dim))
+    flat = torch.randn(blocks * (key + value), device=DEVICE).to(dtype)
+    keys, values = (
+        flat.as_strided(
+            (blocks, BLOCK, heads.kv, dim), (key + value, heads.kv * dim, dim, 1), offset
+        )
+        for dim, offset in ((heads.key_dim, 0), (heads.value_dim, key))
+    )
+    return keys, values
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
@@ -70,8 +79,7 @@ def test_attention_of_any_mixture(dtype: torch.dtype, heads: Heads, mask: dict[s
     columns = decode_tiling(width, dtype, 4).columns
     cut = Cut(BLOCK, columns, 9, chunk_tiling(width, dtype).rows)
     batch = Inputs(torch.device(DEVICE), Room(1, 1, 1, 1, 0, 1), 8).bring(describe(plan, {}, cut))
-    keys = torch.randn(total, BLOCK, heads.kv, heads.key_dim, device=DEVICE).to(dtype)
-    values = torch.randn(total, BLOCK, heads.kv, heads.value_dim, device=DEVICE).to(dtype)
+    keys, values = arena_views(heads, total, dtype)
     rows = torch.randn(plan.tokens, heads.queries, heads.key_dim, device=DEVICE).to(dtype)
     new = (
         torch.randn(plan.tokens, heads.kv, heads.key_dim, device=DEVICE).to(dtype),
@@ -89,9 +97,11 @@ def test_attention_of_any_mixture(dtype: torch.dtype, heads: Heads, mask: dict[s
     row = 0
     for table, (start, count) in zip(tables, spans, strict=True):
         end = start + count
-        seen = [part[table].flatten(0, 1)[:end].double() for part in (keys, values)]
-        assert torch.equal(seen[0][start:], new[0][row : row + count].double())
-        wanted = reference.attend(rows[row : row + count].double(), *seen, exact)
+        seen_keys, seen_values = (
+            part[table].flatten(0, 1)[:end].double() for part in (keys, values)
+        )
+        assert torch.equal(seen_keys[start:], new[0][row : row + count].double())
+        wanted = reference.attend(rows[row : row + count].double(), seen_keys, seen_values, exact)
         error = (ours[row : row + count].double() - wanted).norm() / wanted.norm()
         assert error < LIMIT[dtype]
         row += count

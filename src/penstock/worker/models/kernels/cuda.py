@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models import attention, fusions
-from penstock.worker.models.kernels import triton_attention, triton_experts, triton_layer
+from penstock.worker.models.kernels import triton_attention, triton_chunks, triton_layer
+from penstock.worker.models.kernels.cuda_experts import (
+    TOLERANCE,
+    FewRowsExperts,
+    FewRowsRouter,
+    relative_error,
+)
 from penstock.worker.models.kernels.interface import Masking
 from penstock.worker.models.kernels.paging import Paging, chunk_tiling
 from penstock.worker.models.kernels.triton_attention import Scratch
@@ -34,8 +40,6 @@ log = logging.getLogger(__name__)
 _EARLY_ROWS = 32  # a kernel starts before the last one's end: measured, no gain beyond
 _SAMPLE_TOKENS = 24
 _SAMPLE_BLOCK = 16
-# Of a layer's answer, on a sample: rounding of the type, and nothing else.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class CudaKernels:
@@ -62,8 +66,8 @@ class CudaKernels:
                 taken += 1
                 fused_inside.update(layer.module.modules())
         for module in model.modules():
-            if (experts := FewRowsExperts.of(module)) is not None:
-                module.forward = experts
+            if (quicker := FewRowsExperts.of(module) or FewRowsRouter.of(module)) is not None:
+                module.forward = quicker
         plain = {m for m in model.modules() if type(m) is nn.Linear} - fused_inside
         _swap(model, lambda module: OneRowLinear(module) if module in plain else None)
         log.info("%d of %d layers of the common shape are fused", taken, found)
@@ -96,7 +100,7 @@ class CudaKernels:
             assert self._scratch is not None
             triton_attention.decode(rows, *blocks, paging, masking, out, self._scratch, early)
         if paging.tiles.shape[1]:
-            triton_attention.chunks(rows, *blocks, paging, masking, out)
+            triton_chunks.chunks(rows, *blocks, paging, masking, out)
         return out
 
 
@@ -218,51 +222,6 @@ class OneRowLinear(nn.Linear):
         return triton_layer.one_row(row, self.weight, self.bias).view(*rows.shape[:-1], -1)
 
 
-class FewRowsExperts:
-    """Experts whose few rows are ours; more go through transformers' grouped products."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._experts: Any = module
-        self._plain = type(module).forward.__get__(module)
-
-    @classmethod
-    def of(cls, module: Any) -> FewRowsExperts | None:
-        """For gated experts without biases that give the same answers on a sample."""
-        weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if not all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights):
-            return None
-        gate_up, down = weights
-        count, hidden, inner = down.shape
-        if gate_up.shape != (count, 2 * inner, hidden) or getattr(module, "has_bias", True):
-            return None
-        ours = cls(module)
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(2, hidden, generator=generator).to(gate_up)
-        chosen = torch.tensor([[0, count - 1], [count // 2, 0]], device=gate_up.device)
-        shares = torch.tensor([[0.7, 0.3], [0.4, 0.6]]).to(gate_up)
-        try:
-            theirs = ours._plain(rows, chosen, shares)
-        except (TypeError, ValueError, RuntimeError) as error:
-            log.debug("experts are left as they are: %s", error)
-            return None
-        alike = _error(ours(rows, chosen, shares), theirs) <= _TOLERANCE[gate_up.dtype]
-        return ours if alike else None
-
-    def __call__(
-        self, hidden_states: Tensor, chosen: Tensor, shares: Tensor, **more: Any
-    ) -> Tensor:
-        if hidden_states.shape[0] > triton_experts.MOST_ROWS or more:
-            answer: Tensor = self._plain(hidden_states, chosen, shares, **more)
-            return answer
-        return triton_experts.few_rows_experts(
-            hidden_states.contiguous(),
-            self._experts.gate_up_proj,
-            self._experts.down_proj,
-            chosen.contiguous(),
-            shares.contiguous(),
-        )
-
-
 def _swap(model: nn.Module, better: Callable[[Any], nn.Module | None]) -> None:
     """Put what `better` makes of a module in its place."""
     for parent in list(model.modules()):
@@ -288,15 +247,10 @@ def _quicker_norm(module: nn.Module) -> nn.Module | None:
     norm = RmsNorm(weight, epsilon)
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(2, weight.shape[0], generator=generator).to(weight)
-    return norm if _error(norm(sample), module(sample)) <= _TOLERANCE[weight.dtype] else None
+    return norm if relative_error(norm(sample), module(sample)) <= TOLERANCE[weight.dtype] else None
 
 
-def _error(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.double(), theirs.double()
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SampleArena:
     """Blocks for one layer and a few tokens."""
 
@@ -347,7 +301,7 @@ def _answers_alike(layer: PackedLayer, fused: FusedLayer) -> bool:
         theirs = own_answer[0]
         if len(own_answer) > 1:
             return False
-    return _error(ours - x, theirs - x) <= _TOLERANCE[weight.dtype]
+    return relative_error(ours - x, theirs - x) <= TOLERANCE[weight.dtype]
 
 
 def _one_chunk(count: int, weight: Tensor, width: int) -> Paging:

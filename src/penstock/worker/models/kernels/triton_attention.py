@@ -1,9 +1,9 @@
-"""Attention over the arena in Triton: rows of any mixture of sequences, one launch per kind.
+"""KV into the arena and decode attention over it, in Triton.
 
 Decodes are shared out in work items, each a run of one sequence's tokens, so that a long context
 beside short ones keeps every multiprocessor busy. The grid is as large as the most items there
 can be, so a captured launch serves any contexts. The last item of a sequence to finish adds up
-what the others left. Chunks go in tiles of rows, each over all that its rows see.
+what the others left.
 
 Knows tables, not sequences: `Paging` comes from whoever lays out the batch.
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.worker.models.kernels.paging import Paging, Tiling, chunk_tiling, decode_tiling
+from penstock.worker.models.kernels.paging import Paging, decode_tiling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +65,8 @@ def store(
         KV_HEADS=kv_heads,
         DK=key_dim,
         DV=value_dim,
-        DKP=_padded(key_dim),
-        DVP=_padded(value_dim),
+        DKP=padded(key_dim),
+        DVP=padded(value_dim),
         num_warps=1,
     )
 
@@ -86,7 +86,7 @@ def decode(
     key_dim, value_dim = keys.shape[3], values.shape[3]
     tiling = decode_tiling(max(key_dim, value_dim), keys.dtype, paging.decodes)
     group = heads // kv_heads
-    padded_group = _padded(group)
+    padded_group = padded(group)
     _decode[(paging.item_count, kv_heads)](
         rows,
         keys,
@@ -110,13 +110,13 @@ def decode(
         GP=padded_group,
         DK=key_dim,
         DV=value_dim,
-        DKP=_padded(key_dim),
-        DVP=_padded(value_dim),
+        DKP=padded(key_dim),
+        DVP=padded(value_dim),
         N=tiling.columns,
         WINDOW=masking.window or 0,
         SOFTCAP=masking.softcap or 0.0,
         SINKS=masking.sinks is not None,
-        PRECISION=_precision(keys.dtype),
+        PRECISION=precision(keys.dtype),
         EARLY=early,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -124,63 +124,19 @@ def decode(
     )
 
 
-def chunks(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    paging: Paging,
-    masking: Masking,
-    out: Tensor,
-    tiling: Tiling | None = None,
-) -> None:
-    """Every other row, over the past of its sequence and what of its chunk is before it."""
-    heads, kv_heads = rows.shape[1], keys.shape[2]
-    key_dim, value_dim = keys.shape[3], values.shape[3]
-    tiling = tiling or chunk_tiling(max(key_dim, value_dim), keys.dtype)
-    _chunks[(paging.tiles.shape[1], heads)](
-        rows,
-        keys,
-        values,
-        out,
-        masking.sinks if masking.sinks is not None else rows,
-        paging.tables,
-        paging.starts,
-        paging.contexts,
-        paging.tiles,
-        paging.tiles.stride(0),
-        masking.scale,
-        *rows.stride()[:2],
-        out.stride(0),
-        keys.stride(0),
-        BLOCK=keys.shape[1],
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        DK=key_dim,
-        DV=value_dim,
-        DKP=_padded(key_dim),
-        DVP=_padded(value_dim),
-        M=tiling.rows,
-        N=tiling.columns,
-        WINDOW=masking.window or 0,
-        SOFTCAP=masking.softcap or 0.0,
-        SINKS=masking.sinks is not None,
-        PRECISION=_precision(keys.dtype),
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
-
-
-def _padded(dim: int) -> int:
+def padded(dim: int) -> int:
+    """What a tile has for a dimension: a power of two that the matrix units take."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 are taken: as torch is told to."""
     if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
         return "ieee"
     return "tf32"
 
 
-def _kernel(function: Any, *varying: str) -> Any:
+def kernel(function: Any, *varying: str) -> Any:
     """Compiled once per shape of model: numbers that change from step to step make no variants."""
     return triton.jit(function, do_not_specialize=list(varying))
 
@@ -218,11 +174,11 @@ def _store_rows(  # type: ignore[no-untyped-def]
     tl.store(values + block + (place * KV_HEADS + head) * DV + dv, value, mask=dv < DV)
 
 
-_store = _kernel(_store_rows)
+_store = kernel(_store_rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(q, k, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def scores(q, k, scale, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits in base 2."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP > 0.0:
@@ -309,7 +265,7 @@ def _decode_items(  # type: ignore[no-untyped-def]
                 mask=there[:, None] & (dv[None, :] < DV),
                 other=0.0,
             )
-            s = _scores(q, k, scale, SOFTCAP, PRECISION)
+            s = scores(q, k, scale, SOFTCAP, PRECISION)
             s = tl.where(there[None, :], s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             # Nothing seen yet: a difference of two infinities is not a number.
@@ -369,162 +325,4 @@ def _decode_items(  # type: ignore[no-untyped-def]
             )
 
 
-_decode = _kernel(_decode_items, "item_stride")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _over(  # type: ignore[no-untyped-def]
-    acc,
-    top,
-    total,
-    q,
-    keys,
-    values,
-    table,
-    scale,
-    block_stride,
-    kv_head,
-    position,
-    begin,
-    end,
-    context,
-    BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Attention of a tile of rows over tokens `begin .. end`, whole columns of N."""
-    dk = tl.arange(0, DKP)
-    dv = tl.arange(0, DVP)
-    for first in range(begin, end, N):
-        token = first + tl.arange(0, N)
-        if MASKED:
-            block = tl.load(table + token // BLOCK, mask=token < context, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + token // BLOCK).to(tl.int64)
-        base = block * block_stride
-        place = (token % BLOCK) * KV_HEADS + kv_head
-        key_at = keys + (base + place * DK)[:, None] + dk[None, :]
-        value_at = values + (base + place * DV)[:, None] + dv[None, :]
-        if MASKED:
-            there = token < context
-            k = tl.load(key_at, mask=there[:, None] & (dk[None, :] < DK), other=0.0)
-        elif DKP == DK:
-            k = tl.load(key_at)
-        else:
-            k = tl.load(key_at, mask=dk[None, :] < DK, other=0.0)
-        s = _scores(q, k, scale, SOFTCAP, PRECISION)
-        if MASKED:
-            seen = token[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (token[None, :] > position[:, None] - WINDOW)
-            s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        anchor = higher
-        if MASKED:
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - anchor[:, None])
-        shrink = tl.exp2(top - anchor)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        if MASKED:
-            v = tl.load(value_at, mask=(token < context)[:, None] & (dv[None, :] < DV), other=0.0)
-        elif DVP == DV:
-            v = tl.load(value_at)
-        else:
-            v = tl.load(value_at, mask=dv[None, :] < DV, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = higher
-    return acc, top, total
-
-
-def _chunk_tiles(  # type: ignore[no-untyped-def]
-    rows,
-    keys,
-    values,
-    out,
-    sinks,
-    tables,
-    starts,
-    contexts,
-    tiles,
-    tile_stride,
-    scale,
-    row_stride,
-    head_stride,
-    out_stride,
-    block_stride,
-    BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    kv_head = head // GROUP
-    sequence = tl.load(tiles + tile)
-    first = tl.load(tiles + tile_stride + tile)
-    chunk_row = tl.load(tiles + 2 * tile_stride + tile)
-    count = tl.load(tiles + 3 * tile_stride + tile)
-    context = tl.load(contexts + sequence)
-    table = tables + tl.load(starts + sequence)
-    past = context - count
-    within = first + tl.arange(0, M)
-    position = past + within
-    dk = tl.arange(0, DKP)
-    dv = tl.arange(0, DVP)
-    at = (chunk_row + within).to(tl.int64)
-    q = tl.load(
-        rows + at[:, None] * row_stride + head * head_stride + dk[None, :],
-        mask=(within[:, None] < count) & (dk[None, :] < DK),
-        other=0.0,
-    )
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DVP], tl.float32)
-    end = tl.minimum(context, past + first + M)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(0, past + first - WINDOW + 1) // N * N
-        clear = begin
-    else:
-        clear = (past + first + 1) // N * N  # up to here every row sees every token
-        acc, top, total = _over(
-            acc, top, total, q, keys, values, table, scale, block_stride, kv_head, position,
-            begin, clear, context,
-            BLOCK, KV_HEADS, DK, DV, DKP, DVP, N, WINDOW, SOFTCAP, False, PRECISION,
-        )  # fmt: skip
-    acc, top, total = _over(
-        acc, top, total, q, keys, values, table, scale, block_stride, kv_head, position,
-        clear, end, context,
-        BLOCK, KV_HEADS, DK, DV, DKP, DVP, N, WINDOW, SOFTCAP, True, PRECISION,
-    )  # fmt: skip
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(top, sink)
-        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-        acc = acc * tl.exp2(top - higher)[:, None]
-    tl.store(
-        out + at[:, None] * out_stride + head * DV + dv[None, :],
-        (acc / total[:, None]).to(out.dtype.element_ty),
-        mask=(within[:, None] < count) & (dv[None, :] < DV),
-    )
-
-
-_chunks = _kernel(_chunk_tiles, "tile_stride")
+_decode = kernel(_decode_items, "item_stride")

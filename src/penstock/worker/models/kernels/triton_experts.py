@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -55,6 +56,55 @@ def few_rows_experts(
         num_warps=8,
     )
     return out
+
+
+def choose_experts(logits: Tensor, each: int, summed: bool) -> tuple[Tensor, Tensor]:
+    """The `each` best of `logits` [T, experts] and their softmax, over their sum if `summed`."""
+    count, experts = logits.shape
+    shares = logits.new_empty(count, each)
+    chosen = logits.new_empty(count, each, dtype=torch.int64)
+    _choose[(count,)](
+        logits,
+        shares,
+        chosen,
+        EXPERTS=experts,
+        PADDED=triton.next_power_of_2(experts),
+        EACH=each,
+        SUMMED=summed,
+        num_warps=1,
+    )
+    return shares, chosen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    logits,
+    shares,
+    chosen,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    expert = tl.arange(0, PADDED)
+    x = tl.load(logits + row * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf"))
+    x = x.to(tl.float32)
+    p = tl.exp(x - tl.max(x, 0))
+    p = p / tl.sum(p, 0)
+    left = p
+    kept = 0.0
+    for place in tl.static_range(0, EACH):
+        best = tl.argmax(left, 0)
+        kept += tl.max(left, 0)
+        tl.store(chosen + row * EACH + place, best.to(tl.int64))
+        tl.store(shares + row * EACH + place, tl.max(left, 0).to(shares.dtype.element_ty))
+        left = tl.where(expert == best, -1.0, left)
+    if SUMMED:
+        for place in tl.static_range(0, EACH):
+            best = tl.load(chosen + row * EACH + place)
+            share = tl.sum(tl.where(expert == best, p, 0.0), 0) / kept
+            tl.store(shares + row * EACH + place, share.to(shares.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

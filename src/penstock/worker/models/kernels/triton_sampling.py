@@ -20,7 +20,7 @@ def nucleus_floors(probabilities: Tensor, shares: Tensor) -> Tensor:
     count, width = probabilities.shape
     floors = probabilities.new_empty(count, 1)
     _floors[(count,)](
-        probabilities, shares.contiguous(), floors, width, BLOCK=1024, WAYS=16, num_warps=8
+        probabilities, shares.contiguous(), floors, width, BLOCK=4096, WAYS=16, num_warps=32
     )
     return floors
 
