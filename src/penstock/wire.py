@@ -65,6 +65,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # None: off; else how many alternatives besides the chosen token
 
 
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the model's reasoning ends, and how long it may be. A grammar holds from there on."""
+
+    end: list[int]  # the tokens that close it; written for the model when the budget is spent
+    start: int | None = None  # the token that opens it, if the model may do so itself
+    open: bool = False  # the prompt has opened it already
+    budget: int | None = None  # tokens
+
+
 class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     """A request: token ids in, tokens out. `id` is unique in the life of the worker."""
 
@@ -76,6 +85,8 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     min_tokens: int = 0  # no stop token is chosen before that many
     prompt_logprobs: int | None = None  # like Sampling.logprobs, for the prompt's own tokens
     priority: int = 0
+    grammar: str | None = None  # what the answer must match, as llguidance reads it
+    thinking: Thinking | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):

@@ -99,6 +99,10 @@ class ServerSettings:
     queue_deadline_s: Annotated[
         float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
     ] = 600.0
+    stored_responses: Annotated[
+        int, Knob(parse_integer(0), "most answers of /v1/responses that are kept")
+    ] = 1000
+    stored_bytes: Annotated[int, Knob(parse_size, "most bytes that they take on disk")] = 256 << 20
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
@@ -135,6 +139,22 @@ class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
     dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
+
+
+# The dialects of `penstock.text.tools`, which is above this in the layers.
+TOOL_DIALECTS = (
+    "harmony",
+    "deepseek",
+    "kimi",
+    "minimax",
+    "mistral",
+    "gemma",
+    "glm",
+    "qwen_coder",
+    "hermes",
+    "pythonic",
+    "llama_json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +197,10 @@ class ModelSettings:
     trust_remote_code: Annotated[
         bool, Knob(parse_boolean, "run Python code that a model folder brings")
     ] = False
+    tool_dialect: Annotated[
+        str,
+        Knob(parse_choice("auto", *TOOL_DIALECTS), "how the model writes calls of tools"),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

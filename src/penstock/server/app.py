@@ -27,8 +27,18 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, chat, completions, models, plan
-from penstock.server.api.errors import error_event, error_headers, error_object
+from penstock.server.api import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    models,
+    ollama,
+    openapi,
+    plan,
+    responses,
+)
+from penstock.server.api.errors import error_headers, style_of
 from penstock.server.api.exchange import ClientGone, Exchange
 
 if TYPE_CHECKING:
@@ -52,6 +62,7 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/health", admin.health),
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/admin/api/models", admin.resident_models),
     ("GET", "/admin/api/memory", admin.memory),
     ("POST", "/admin/api/memory/reset", admin.reset_memory),
@@ -63,6 +74,18 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models/{id:path}", models.show_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 ]
 
 
@@ -78,7 +101,7 @@ def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -112,6 +135,7 @@ class App:
             self._services.config.server.max_body,
             self._closing,
             self._services.config.server.slow_client_s,
+            style=style_of(scope["path"]),
         )
         exchange.record["route"] = "unknown"
         try:
@@ -155,14 +179,10 @@ class App:
 
     async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:
         exchange.record["error"] = error.code
-        if exchange.status is not None:
-            # The head is out: all that is left is to say it in the stream.
-            await exchange.write(error_event(error), more=False)
-            return
         headers = error_headers(error)
         if error.status == 413:
             headers["connection"] = "close"  # the rest of the body is not wanted
-        await exchange.send_json(error_object(error), error.status, headers)
+        await exchange.refuse(error, headers)
 
     def _note(self, exchange: Exchange) -> None:
         route = str(exchange.record["route"])

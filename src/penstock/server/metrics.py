@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.memory.governor import Governor
     from penstock.memory.ledger import Ledger
     from penstock.server.api.exchange import Exchange
-    from penstock.server.api.generation import Generation
+    from penstock.server.api.generation import Generation, Origin
     from penstock.wire import Status
 
 _WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -79,7 +79,7 @@ class Metrics:
             self._between_tokens.labels(model).observe(since_last_s / tokens)
 
     @contextmanager
-    def observe(self, exchange: Exchange, generation: Generation, model: str) -> Iterator[None]:
+    def observe(self, origin: Origin, generation: Generation, model: str) -> Iterator[None]:
         """Count a generation when it is over, however it ends, and note it for the access log."""
         self._prompt_tokens.labels(model).inc(generation.usage.prompt_tokens)
         try:
@@ -87,13 +87,13 @@ class Metrics:
         finally:
             submitted, first = generation.submitted, generation.first_token
             if first is not None:
-                self._first_token.labels(model).observe(first - exchange.started)
-            exchange.record.update(
+                self._first_token.labels(model).observe(first - origin.started)
+            origin.record.update(
                 model=model,
                 prompt_tokens=generation.usage.prompt_tokens,
                 completion_tokens=generation.usage.completion_tokens,
-                queue_ms=None if submitted is None else _ms(submitted - exchange.started),
-                ttft_ms=None if first is None else _ms(first - exchange.started),
+                queue_ms=None if submitted is None else _ms(submitted - origin.started),
+                ttft_ms=None if first is None else _ms(first - origin.started),
             )
 
     def answered(self, route: str, exchange: Exchange) -> None:

@@ -23,11 +23,13 @@ from penstock.memory.guard import guard_numbers, guard_sentence, open_books
 from penstock.memory.ledger import OutOfBudget
 from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
+from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
 from penstock.server.pressure import build_governor
 from penstock.server.residency import Residency
+from penstock.server.response_store import ResponseStore
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ async def serve(
         watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
+            await services.responses.recover()
             stop = _stopper(server, closing, config.server.shutdown_grace_s)
             limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
             guard = guard_sentence(guard_numbers(config, ram, gpus))
@@ -105,6 +108,7 @@ async def serve(
             load.cancel()
             watch.cancel()
             await asyncio.gather(load, watch, return_exceptions=True)
+            await services.responses.close()
             await _end_workers(residency, supervisor)
 
 
@@ -153,8 +157,15 @@ def build_services(
     ledger.on_room = on_room
     requests.on_starved = reclaim
     residency.room.claimed = lambda: requests.waiting > 0
+    settings = config.server
+    store = ResponseStore(
+        config.home / "responses.db", settings.stored_responses, settings.stored_bytes
+    )
     texts = Texts(requests, server)
-    return Services(config, catalog, residency, metrics, ledger, requests, governor, texts, lanes)
+    return Services(
+        config, catalog, residency, metrics, ledger, requests, governor, Responses(store), texts,
+        lanes,
+    )  # fmt: skip
 
 
 def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:

@@ -54,6 +54,7 @@ class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
     die_at_token: int | None = None  # SIGKILL to itself instead of that token of an answer
     hang_at_token: int | None = None
     failing_steps: int = 0  # that many steps raise first
+    answer: str | None = None  # what it says, a token per byte, instead of the prompt's tokens
     bad_lives: int = 1 << 30
 
     def write(self, folder: Path) -> Path:
@@ -186,6 +187,15 @@ class FakeEngine:
             kv_committed_bytes=min(self._needed_bytes(), self.kv_bytes),
         )
 
+    def _token(self, request: _Request) -> int:
+        submit = request.submit
+        if self.model.answer is None:
+            return submit.prompt[request.answered % len(submit.prompt)]
+        text = self.model.answer.encode()
+        if request.answered < len(text) or not submit.stop_token_ids:
+            return text[request.answered % len(text)]
+        return submit.stop_token_ids[0]
+
     def _advance(self, request: _Request) -> Output:
         submit = request.submit
         if request.answered == self.model.die_at_token:
@@ -197,7 +207,7 @@ class FakeEngine:
             known = [_logprobs(token, submit.prompt_logprobs) for token in submit.prompt[1:]]
             output.prompt_logprobs = [None, *known]
         request.prompt_told = True
-        token = submit.prompt[request.answered % len(submit.prompt)]
+        token = self._token(request)
         request.answered += 1
         output.tokens = [token]
         if submit.sampling.logprobs is not None:

@@ -173,14 +173,28 @@ class Tokenizer:
         known = [token_id for token_id in ids if 0 <= token_id <= _LARGEST_ID]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int, *, skip_special_tokens: bool = False) -> str | None:
-        """The vocabulary's own string for an id; None when unknown, or special and skipped."""
+    def token(
+        self,
+        token_id: int,
+        *,
+        skip_special_tokens: bool = False,
+        keep: frozenset[str] = frozenset(),
+    ) -> str | None:
+        """The vocabulary's own string for an id; None when unknown, or special and skipped.
+
+        Those in `keep` are not skipped.
+        """
         if not 0 <= token_id <= _LARGEST_ID:
             return None
         token = self._raw.id_to_token(token_id)
-        if skip_special_tokens and token in self._special_contents:
+        if skip_special_tokens and token in self._special_contents and token not in keep:
             return None
         return token
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, special or not."""
+        number: int | None = self._raw.token_to_id(token)
+        return number
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, in UTF-8 bytes that may be part of a character."""

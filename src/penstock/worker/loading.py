@@ -22,6 +22,7 @@ from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
 from penstock.worker.engine.executor import Executor
 from penstock.worker.engine.generate import GenerateEngine
+from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
@@ -74,7 +75,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     slots = {layer: slot for slot, layer in enumerate(geometry)}
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
     runner = Runner(model, arena, kernels, _windows(text), slots)
-    executor = _executor(runner, spec, window)
+    grammars = Grammars.from_folder(Path(spec.path), text.vocab_size)
+    executor = _executor(runner, grammars, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
@@ -129,16 +131,18 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     return engine
 
 
-def _executor(runner: Runner, spec: LoadSpec, window: int) -> Executor | CudaExecutor:
+def _executor(
+    runner: Runner, grammars: Grammars | None, spec: LoadSpec, window: int
+) -> Executor | CudaExecutor:
     """What runs plans on this device; graphs are captured here, before anything is measured."""
     if isinstance(runner.kernels, ReferenceKernels):
-        return Executor(runner)
+        return Executor(runner, grammars)
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.cuda_runner import CudaRunner
 
     on_device = CudaRunner(runner, spec.step_sequences, window)
     on_device.capture(spec.step_sequences)
-    return CudaExecutor(on_device)
+    return CudaExecutor(on_device, grammars)
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.memory.cost import Measured
-from penstock.wire import Sampling, Submit
+from penstock.wire import Sampling, Submit, Thinking
 from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Slice
 from penstock.worker.scheduling.sequence import Sequence
 
@@ -159,7 +159,16 @@ class Stress:
         self._meter.drop_caches()
         before = self._meter.held()
         self._meter.mark()
-        self._executor.compute(plan)
+        masked = [
+            piece.sequence.request for piece in plan.slices if piece.sequence.request.thinking
+        ]
+        for request in masked:
+            self._executor.admit(request)
+        try:
+            self._executor.compute(plan)
+        finally:
+            for request in masked:
+                self._executor.forget(request.id)
         took = max(0, self._meter.peak() - before)
         shape = plan.shape
         size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
@@ -193,7 +202,11 @@ class Stress:
     ) -> Sequence:
         # One token of prompt, unless it is to be scored: penalties see all that was generated.
         prompt = ids if prompt_logprobs is not None else ids[:1]
-        sequence = Sequence(Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs), number)
+        request = Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs)
+        if how is _DEMANDING and self._executor.constrains:
+            # Reasoning that may not be longer: every token but one is ruled out, by a mask.
+            request.thinking = Thinking([0], open=True, budget=0)
+        sequence = Sequence(request, number)
         sequence.tokens = ids
         needed = -(-len(ids) // self._block_tokens)
         repeats = -(-needed // len(self._blocks))

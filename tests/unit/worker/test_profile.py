@@ -36,6 +36,8 @@ LAYOUT = BlockLayout((LayerGeometry(4, 64, 64),) * 4, BLOCK_TOKENS, torch.float3
 class Machine:
     """Executor, meter and cap at once: a step costs what `cost` says and not a byte more fits."""
 
+    constrains = False
+
     def __init__(self, token_bytes: int = 50_000) -> None:
         self.token_bytes = token_bytes
         self.arena = Arena(LAYOUT, 8 * 1024, torch.device("cpu"), extent_bytes=MIB)

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 # A probe waits for the step in hand, which may be a long one.
 _PROBE_S = 10.0
 
-_FRONT_PAGE = f"""Penstock {__version__} serves language models behind the OpenAI API.
+_FRONT_PAGE = f"""Penstock {__version__} serves language models behind the usual APIs.
 
   /v1/models             the models that can be asked
   /v1/chat/completions   a conversation
   /v1/completions        a text to be continued
+  /v1/responses          an answer as items, stored
+  /v1/messages           a conversation, as Anthropic has it
+  /api/chat              a conversation, as Ollama has it
+  /openapi.json          all of this for programs
   /v1/plan               what a request would need, without running it
   /admin/api/models      the models in memory; also memory, requests, events, plan
   /health  /ready  /metrics

@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from penstock.memory.requests import LOGPROB_BYTES
+from penstock.text.parts import merged
 
 if TYPE_CHECKING:
     from penstock.memory.requests import Share
@@ -102,4 +103,5 @@ def _join(latest: Piece, piece: Piece) -> None:
     latest.tokens += piece.tokens
     latest.offsets += piece.offsets
     latest.logprobs += piece.logprobs
-    latest.finish = piece.finish
+    latest.parts = merged([*latest.parts, *piece.parts])
+    latest.finish, latest.stop_string = piece.finish, piece.stop_string

@@ -18,10 +18,12 @@ import msgspec
 
 from penstock.errors import BadRequest, BodyTooLarge, Overloaded
 from penstock.memory.requests import BODY_FACTOR
+from penstock.server.api.errors import OPENAI, ErrorStyle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from penstock.errors import PenstockError
     from penstock.memory.requests import Share
 
 Scope = MutableMapping[str, Any]
@@ -50,6 +52,9 @@ class Exchange:
     closing: asyncio.Event  # set when answers still running must end now
     patience_s: float = 300.0  # with a client that takes nothing of what it is sent
     caller: str = ""  # which API key was used; requests are fair between them
+    style: ErrorStyle = OPENAI  # the protocol in which it is refused
+    # How a stream that has begun says that it failed, where the protocol needs more than an event.
+    failing: Callable[[PenstockError], bytes] | None = None
     started: float = field(default_factory=time.monotonic)
     status: int | None = None  # of the answer, once its headers are out
     record: dict[str, object] = field(default_factory=dict)  # for the access log
@@ -160,6 +165,15 @@ class Exchange:
     async def _disconnected(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    async def refuse(self, error: PenstockError, headers: Mapping[str, str]) -> None:
+        """Answer with the error: with its status, or in the stream if the head is out."""
+        if self.status is None:
+            body = self.style.body(error, self.id)
+            await self.send_json(body, self.style.status(error), headers)
+        elif not self._answered:
+            said = self.style.event(error, self.id) if self.failing is None else self.failing(error)
+            await self.write(said, more=False)
 
     async def send_json(
         self, content: object, status: int = 200, headers: Mapping[str, str] | None = None

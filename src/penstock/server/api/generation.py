@@ -1,7 +1,7 @@
-"""From token ids to pieces of text: the lease, the turn in line, the worker's answers.
+"""From token ids to pieces of an answer: the lease, the turn in line, the worker's outputs.
 
-Chat and completions prepare a `Job` and choose a `Sink`; everything between is here, the same for
-both and for streams and whole answers. It knows neither HTTP nor how a protocol renders a piece.
+Every protocol prepares a `Job` and chooses a `Sink`; everything between is here, the same for all
+of them and for streams and whole answers. It knows neither HTTP nor how a protocol says a piece.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -19,18 +20,31 @@ from penstock.memory.admission import RequestNeed
 from penstock.memory.requests import ANSWER_TOKEN_BYTES, LOGPROB_BYTES, TOKEN_BYTES
 from penstock.server.api.fields import seed_of
 from penstock.server.api.front_door import FrontDoor
+from penstock.text.parsing import Parsing, plain
+from penstock.text.parts import CallBegin, Part, merged
 from penstock.text.stream import TextStream
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from penstock.catalog import Card
-    from penstock.server.api.exchange import Exchange
+    from penstock.memory.requests import Share
     from penstock.server.api.fields import GenerationFields
     from penstock.server.api.services import Services
     from penstock.server.client import ModelClient
     from penstock.server.queue import Visit
+    from penstock.text.parsing import Parse, Source
     from penstock.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the answer is held to a form while it is made, and how its text is read."""
+
+    parser: Callable[[Source], Parse[None]] = plain
+    visible: frozenset[str] = frozenset()  # special tokens that the parser has to see
+    grammar: str | None = None
+    thinking: wire.Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +60,28 @@ class Job:
     sampling: wire.Sampling
     stop_token_ids: list[int]
     prompt_logprobs: int | None = None
+    form: AnswerForm = AnswerForm()
 
     @property
     def n(self) -> int:
         """Answers per prompt."""
         return self.fields.n or 1
+
+
+class Finish(Enum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CALLS = "calls"  # by itself, and it calls tools
+
+
+def openai_finish(finish: Finish | None) -> str | None:
+    """`finish_reason`, which does not tell stop strings apart."""
+    if finish is None:
+        return None
+    return {Finish.LENGTH: "length", Finish.CALLS: "tool_calls"}.get(finish, "stop")
 
 
 @dataclass(slots=True)
@@ -64,7 +95,9 @@ class Piece:
     logprobs: list[wire.TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
     # All of the prompt's, with the choice's first piece, if asked for.
     prompt_logprobs: list[wire.TokenLogprobs | None] | None = None
-    finish: str | None = None
+    parts: list[Part] = field(default_factory=list)  # what the text says
+    finish: Finish | None = None
+    stop_string: str | None = None  # which one ended it
 
 
 class Sink(Protocol):
@@ -85,32 +118,49 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # the part of them that came before the answer proper
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
     granted_tokens: int = 0  # what max_tokens came to, the least over all prompts
 
-    def as_dict(self) -> dict[str, object]:
+    @property
+    def total_tokens(self) -> int:
+        """In and out."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def as_openai(self) -> dict[str, object]:
         """OpenAI's `usage`, with the grant as an extension."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "penstock": {"max_tokens": self.granted_tokens},
         }
+
+
+class Origin(Protocol):
+    """Whose request it is: an exchange, or what is left of one in the background."""
+
+    caller: str
+    share: Share
+    started: float
+    record: dict[str, object]
 
 
 class Generation:
     """One request on its way through a worker."""
 
-    def __init__(self, exchange: Exchange, services: Services, job: Job) -> None:
+    def __init__(self, origin: Origin, services: Services, job: Job) -> None:
         self.usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
         self.submitted: float | None = None  # on the monotonic clock
         self.first_token: float | None = None
         self._services = services
         self._job = job
-        self._caller = exchange.caller
-        self._door = FrontDoor(services, job.card, exchange.share, job.prompt_field)
+        self._caller = origin.caller
+        self._door = FrontDoor(services, job.card, origin.share, job.prompt_field)
         self._logprob_bytes = 0  # booked
-        self._deadline = exchange.started + services.config.server.queue_deadline_s
+        self._deadline = origin.started + services.config.server.queue_deadline_s
 
     async def run(self, sink: Sink) -> None:
         """Put every piece into `sink`. A worker lost before the client saw anything is retried;
@@ -126,7 +176,7 @@ class Generation:
                 losses += self.submitted is not None
                 if losses > 1 or not sink.restart():
                     raise
-                self.usage.completion_tokens = 0
+                self.usage.completion_tokens = self.usage.reasoning_tokens = 0
             except ContextTooLong as error:
                 # The worker has less KV than when the request was let in; if that is not all there
                 # can ever be, it waits for more.
@@ -209,6 +259,8 @@ class Generation:
             min_tokens=min(job.fields.min_tokens or 0, grants[prompt]),
             prompt_logprobs=job.prompt_logprobs,
             priority=job.fields.priority or 0,
+            grammar=job.form.grammar,
+            thinking=job.form.thinking,
         )
 
     async def _choice(
@@ -220,7 +272,9 @@ class Generation:
             job.tokenizer,
             stop=fields.stops(),
             skip_special_tokens=fields.skip_special_tokens is not False,
+            visible=job.form.visible,
         )
+        reading = _Reading(stream, Parsing(job.form.parser))
         prompt_logprobs: list[wire.TokenLogprobs | None] = []
         last_token: float | None = None
         async with client.generate(submit) as outputs:
@@ -232,35 +286,17 @@ class Generation:
                 piece = Piece(index, prompt_logprobs=prompt_logprobs or None)
                 prompt_logprobs = []
                 if job.max_tokens == 0:
-                    piece.finish = "length"
+                    piece.finish = Finish.LENGTH
                 else:
                     last_token = self._count(len(output.tokens), last_token)
-                    self._absorb(piece, output, stream, submit.stop_token_ids)
+                    if reading.parsing.reasoning:
+                        self.usage.reasoning_tokens += len(output.tokens)
+                    reading.absorb(piece, output, submit.stop_token_ids)
                 if sink.keeps:
                     self._door.share.grow_now(ANSWER_TOKEN_BYTES * len(output.tokens))
                 sink.put(piece)
                 if piece.finish is not None:
                     return
-
-    def _absorb(
-        self, piece: Piece, output: wire.Output, stream: TextStream, stop_token_ids: list[int]
-    ) -> None:
-        """Fill `piece` with what `output` brings."""
-        tokens = output.tokens
-        if output.finish is wire.Finish.STOP and tokens and tokens[-1] in stop_token_ids:
-            # The token that ends an answer is no part of its text.
-            tokens = tokens[:-1]
-        before = len(stream.offsets)
-        piece.text = stream.push(tokens)
-        if output.finish is not None and not stream.stopped:
-            piece.text += stream.finish()
-            piece.finish = "length" if output.finish is wire.Finish.LENGTH else "stop"
-        if stream.stopped:
-            piece.finish = "stop"
-        piece.offsets = stream.offsets[before:]
-        # A stop string leaves the tokens behind it out.
-        piece.tokens = tokens[: len(piece.offsets)]
-        piece.logprobs = (output.logprobs or [])[: len(piece.offsets)]
 
     def _count(self, tokens: int, last_token: float | None) -> float | None:
         """Note new tokens of a choice; returns when its last one came."""
@@ -272,6 +308,44 @@ class Generation:
         self.usage.completion_tokens += tokens
         self.first_token = self.first_token or now
         return now
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One answer being read: tokens to text, text to parts."""
+
+    stream: TextStream
+    parsing: Parsing
+    _called: bool = False
+
+    def absorb(self, piece: Piece, output: wire.Output, stop_token_ids: list[int]) -> None:
+        """Fill `piece` with what `output` brings."""
+        stream, tokens = self.stream, output.tokens
+        if output.finish is wire.Finish.STOP and tokens and tokens[-1] in stop_token_ids:
+            # The token that ends an answer is no part of its text.
+            tokens = tokens[:-1]
+        before = len(stream.offsets)
+        piece.text = stream.push(tokens)
+        if output.finish is not None and not stream.stopped:
+            piece.text += stream.finish()
+            length = output.finish is wire.Finish.LENGTH and not stream.stopped
+            piece.finish = Finish.LENGTH if length else Finish.STOP
+        if stream.stopped:
+            piece.finish, piece.stop_string = Finish.STOP_STRING, stream.matched
+        piece.offsets = stream.offsets[before:]
+        # A stop string leaves the tokens behind it out.
+        piece.tokens = tokens[: len(piece.offsets)]
+        piece.logprobs = (output.logprobs or [])[: len(piece.offsets)]
+        self._parse(piece)
+
+    def _parse(self, piece: Piece) -> None:
+        if piece.text:
+            piece.parts = self.parsing.push(piece.text)
+        if piece.finish is not None:
+            piece.parts = merged([*piece.parts, *self.parsing.finish()])
+        self._called = self._called or any(isinstance(part, CallBegin) for part in piece.parts)
+        if self._called and piece.finish is Finish.STOP:
+            piece.finish = Finish.CALLS
 
 
 async def _together(work: list[Coroutine[None, None, None]]) -> None:

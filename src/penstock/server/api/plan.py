@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class _Kind(msgspec.Struct):
     """Tells a chat from a completion."""
 
-    messages: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 _kind = msgspec.json.Decoder(_Kind)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, UnknownModel
 from penstock.server.queue import Capacity, Lane
+from penstock.text.manner import Manner
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.memory.governor import Governor
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
+    from penstock.server.api.responses import Responses
     from penstock.server.client import ModelClient
     from penstock.server.metrics import Metrics
     from penstock.server.residency import Residency
@@ -32,10 +34,11 @@ _CARD_S = 5.0  # a model that was just found is not looked for again
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A model's tokenizer and, if it has one, its chat template."""
+    """A model's tokenizer and, if it has one, its chat template and how it converses."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    manner: Manner | None
 
 
 class Texts:
@@ -49,22 +52,22 @@ class Texts:
         self._server = server
         self._loads: dict[object, asyncio.Future[Text]] = {}
 
-    async def of(self, card: Card) -> Text:
+    async def of(self, card: Card, dialect: str | None = None) -> Text:
         """The text side of a model; all who ask meanwhile wait for the same read."""
-        key = card.path
+        key = card.path, dialect
         load = self._loads.pop(key, None)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
-            load = asyncio.ensure_future(self._load(card))
+            load = asyncio.ensure_future(self._load(card, dialect))
         self._loads[key] = load  # the latest used is last
         while len(self._loads) > _KEPT_TEXTS:
             self._loads.pop(next(iter(self._loads)))
         return await asyncio.shield(load)
 
-    async def _load(self, card: Card) -> Text:
+    async def _load(self, card: Card, dialect: str | None) -> Text:
         size = TEXT_FACTOR * await asyncio.to_thread(_file_bytes, card)
         with self._requests.share() as share:
             await share.grow(min(size, self._requests.most_bytes))
-            text = await asyncio.to_thread(_read, card)
+            text = await asyncio.to_thread(_read, card, dialect)
         self._server.expect(size)
         return text
 
@@ -73,9 +76,9 @@ def _file_bytes(card: Card) -> int:
     return sum(file.stat().st_size for file in card.path.glob("*.json"))
 
 
-def _read(card: Card) -> Text:
+def _read(card: Card, dialect: str | None) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
-    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer, dialect))
 
 
 @dataclass(slots=True)
@@ -89,6 +92,7 @@ class Services:
     ledger: Ledger
     requests: RequestPool
     governor: Governor
+    responses: Responses
     texts: Texts
     lanes: dict[str, Lane] = field(default_factory=dict)  # by model
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
@@ -122,6 +126,11 @@ class Services:
             raise
         self._found[name] = (now, card)
         return card
+
+    async def text(self, card: Card) -> Text:
+        """Its tokenizer and template, and how it converses as the settings have it."""
+        dialect = self.config.models.settings(card.name).tool_dialect
+        return await self.texts.of(card, None if dialect == "auto" else dialect)
 
     def context_now(self, name: str) -> int | None:
         """The longest sequence that the loaded model can hold; None while it is not loaded."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.worker.engine.executor import (
+    Constraints,
     StepResult,
     sampling_rows,
     score_prompts,
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
     from penstock.wire import TokenLogprobs
     from penstock.worker.engine.cuda_runner import CudaRunner
     from penstock.worker.engine.executor import Launched
+    from penstock.worker.engine.grammar import Grammars
     from penstock.worker.scheduling.scheduler import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
 
-class CudaExecutor:
+class CudaExecutor(Constraints):
     """Runs plans on one model."""
 
-    def __init__(self, runner: CudaRunner) -> None:
+    def __init__(self, runner: CudaRunner, grammars: Grammars | None = None) -> None:
+        super().__init__(grammars)
         self.model = runner.model
         self.graph_bytes = runner.graph_bytes
         self._runner = runner
@@ -54,14 +57,18 @@ class CudaExecutor:
         if self._timed:
             step.span = _event(), _event()
             step.span[0].record()
-        logits = self._runner.forward(plan, earlier.places if earlier is not None else {})
         rows, step.samplers = sampling_rows(plan)
+        sampling = [piece.sequence for piece in step.samplers]
+        pending = None if self._grammars is None else self._grammars.begin(sampling)
+        logits = self._runner.forward(plan, earlier.places if earlier is not None else {})
         step.wants_host = any(wants_host(piece.sequence) for piece in plan.slices)
         if step.wants_host:
             score_prompts(plan, logits, step.outcome)
         if step.samplers:
             wanted = logits if len(rows) == logits.shape[0] else logits[rows]
-            tokens = choose(wanted, [piece.sequence for piece in step.samplers])
+            masks = None if pending is None else pending.result()
+            step.outcome.failed = {} if masks is None else masks.failed
+            tokens = choose(wanted, sampling, masks)
             self._runner.tokens[: len(rows)] = tokens
             step.places = {piece.sequence: place for place, piece in enumerate(step.samplers)}
             step.tokens = torch.empty(len(rows), dtype=tokens.dtype, pin_memory=self._timed)

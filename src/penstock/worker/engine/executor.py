@@ -14,12 +14,14 @@ import torch
 
 from penstock.wire import Output
 from penstock.worker.engine.batch import build_batch
+from penstock.worker.engine.grammar import refuse_unconstrained
 from penstock.worker.engine.sampler import logprobs_of, sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.wire import TokenLogprobs
+    from penstock.wire import Submit, TokenLogprobs
+    from penstock.worker.engine.grammar import Grammars
     from penstock.worker.engine.runner import Runner
     from penstock.worker.scheduling.scheduler import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
@@ -32,6 +34,7 @@ class StepResult:
     outputs: dict[int, Output] = field(default_factory=dict)  # without `finish`
     tokens: dict[int, int] = field(default_factory=dict)  # of the slices that sample
     scored: dict[int, int] = field(default_factory=dict)  # prompt tokens scored once it is taken
+    failed: dict[int, str] = field(default_factory=dict)  # requests whose grammar went wrong
     forward_s: float = 0.0
 
 
@@ -59,11 +62,36 @@ class Done:
         return self.outcome
 
 
-class Executor:
+class Constraints:
+    """The grammars that answers are held to, if the model's vocabulary is known."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+
+    @property
+    def constrains(self) -> bool:
+        """Whether answers can be constrained here."""
+        return self._grammars is not None
+
+    def admit(self, request: Submit) -> None:
+        """A request will be in plans; what constrains its answer is made ready."""
+        if self._grammars is None:
+            refuse_unconstrained(request)
+        else:
+            self._grammars.add(request)
+
+    def forget(self, request_id: int) -> None:
+        """It will be in none any more."""
+        if self._grammars is not None:
+            self._grammars.remove(request_id)
+
+
+class Executor(Constraints):
     """Runs plans on one model."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
         self._runner = runner
+        super().__init__(grammars)
         self.model = runner.model
         self.graph_bytes = 0
         self._block_tokens = runner.arena.layout.block_tokens
@@ -81,6 +109,8 @@ class Executor:
     def compute(self, plan: Plan) -> StepResult:
         """One forward, and everything that follows from its logits."""
         result = StepResult()
+        sampling = [piece.sequence for piece in plan.slices if piece.samples]
+        pending = None if self._grammars is None else self._grammars.begin(sampling)
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         started = time.perf_counter()
         logits = self._runner.forward(batch).float()
@@ -89,7 +119,9 @@ class Executor:
         score_prompts(plan, logits, result)
         if samplers:
             wanted = logits if len(rows) == logits.shape[0] else logits[rows]
-            sampled = sample(wanted, [piece.sequence for piece in samplers])
+            masks = None if pending is None else pending.result()
+            result.failed = {} if masks is None else masks.failed
+            sampled = sample(wanted, sampling, masks)
             take_tokens(samplers, sampled.tokens, sampled.logprobs, result)
         return result
 

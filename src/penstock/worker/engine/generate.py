@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.errors import ContextTooLong, Overloaded
+from penstock.errors import BadRequest, ContextTooLong, Overloaded
 from penstock.wire import Failure, Finish, Output, Ready, Sampling, Status, Submit
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.memory import StepMemory
@@ -93,15 +93,20 @@ class GenerateEngine:
             self._refused.append(_failed(request.id, Failure(ContextTooLong.code, message)))
             return
         request.max_tokens = max(1, min(request.max_tokens, room - len(request.prompt)))
+        self._executor.admit(request)
         self._scheduler.add(request)
 
     def cancel(self, request_id: int) -> None:
         """Forget a request; its blocks are free at once."""
         self._scheduler.cancel(request_id)
+        self._executor.forget(request_id)
 
     def drop_all(self) -> list[int]:
         """Forget every request; their ids."""
-        return self._scheduler.drop_all()
+        ids = self._scheduler.drop_all()
+        for request_id in ids:
+            self._executor.forget(request_id)
+        return ids
 
     def has_work(self) -> bool:
         """Something is running, waiting or to be refused."""
@@ -290,7 +295,7 @@ class GenerateEngine:
                 "limit_bytes": limit,
             },
         )
-        self._scheduler.cancel(sequence.id)
+        self.cancel(sequence.id)
         outputs.append(_failed(sequence.id, failure))
 
     def _land(self, launched: tuple[Launched, float] | None) -> list[Output]:
@@ -300,6 +305,7 @@ class GenerateEngine:
             return []
         step, begun = landed
         result, plan = step.result(), step.plan
+        gone = {piece.sequence.id for piece in plan.slices if piece.sequence.ended}
         for piece in plan.slices:
             scored = result.scored.get(piece.sequence.id)
             if scored is not None:
@@ -309,6 +315,10 @@ class GenerateEngine:
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         for number, how in finished.items():
             result.outputs[number].finish = how
+            self._executor.forget(number)
+        for number, why in result.failed.items():
+            self.cancel(number)
+            result.outputs[number] = _failed(number, _unfollowed(why))
         if self._budget is not None:  # grow back, so that one bad moment is not for ever
             self._budget += max(1, self._budget // 4)
             if self._budget >= self._profile.limits.tokens:
@@ -317,8 +327,7 @@ class GenerateEngine:
         self._step_tokens = plan.tokens
         self._host_s = max(0.0, self._step_s - result.forward_s)
         self._device_s += result.forward_s
-        gone = {piece.sequence.id for piece in plan.slices if piece.sequence.ended}
-        return [o for o in result.outputs.values() if o.id in finished or o.id not in gone]
+        return [output for output in result.outputs.values() if output.id not in gone]
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""
@@ -332,6 +341,12 @@ class GenerateEngine:
 
     def _kv_bytes_now(self) -> int:
         return self._arena.bytes_for(self._pool.capacity)
+
+
+def _unfollowed(why: str) -> Failure:
+    return Failure(
+        BadRequest.code, f"The form that was asked of the answer became too costly to keep: {why}"
+    )
 
 
 def _is_smallest(plan: Plan) -> bool:

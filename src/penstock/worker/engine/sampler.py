@@ -20,6 +20,7 @@ from penstock.wire import Candidate, TokenLogprobs
 
 if TYPE_CHECKING:
     from penstock.wire import Sampling
+    from penstock.worker.engine.grammar import Bits, Masks
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
@@ -35,15 +36,19 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> Sampled:
-    """One token for each row of `logits` [rows, vocabulary], float32."""
-    tokens: list[int] = choose(logits, sequences).tolist()
+def sample(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Sampled:
+    """One token for each row of `logits` [rows, vocabulary], float32, of those its mask allows."""
+    tokens: list[int] = choose(logits, sequences, masks).tolist()
     return Sampled(tokens, chosen_logprobs(logits, tokens, sequences))
 
 
-def choose(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+def choose(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Tensor:
     """The tokens, [rows] on the logits' device. Waits for nothing, but for `wants_host` rows."""
-    parts = [_choose_slice(logits[rows], sequences[rows]) for rows in _slices(logits)]
+    bits = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
+    parts = []
+    for rows in _slices(logits):
+        masked = {row - rows.start: bits[row] for row in bits if rows.start <= row < rows.stop}
+        parts.append(_choose_slice(logits[rows], sequences[rows], masked))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -56,6 +61,8 @@ def wants_host(sequence: Sequence) -> bool:
         or how.frequency_penalty != 0.0
         or how.logprobs is not None
         or sequence.wants_prompt_logits
+        or sequence.request.grammar is not None
+        or sequence.request.thinking is not None
     )
 
 
@@ -77,8 +84,11 @@ def _slices(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
-def _choose_slice(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+def _choose_slice(logits: Tensor, sequences: list[Sequence], masked: dict[int, Bits]) -> Tensor:
     shaped = _shape(logits, sequences)
+    if masked:
+        shaped = logits.clone() if shaped is logits else shaped
+        _apply_masks(shaped, masked)
     tokens = shaped.argmax(dim=-1)
     random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     if len(random) == len(sequences):
@@ -145,6 +155,20 @@ def _shape(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             shaped = logits.float() if logits.dtype != torch.float32 else logits.clone()
         _shape_row(shaped[row], sequence)
     return shaped
+
+
+def _apply_masks(logits: Tensor, masked: dict[int, Bits]) -> None:
+    """Rule out what a row's mask has no bit for."""
+    packed = np.stack(list(masked.values())).view(np.uint8)  # [rows, bytes]
+    if logits.device.type == "cpu":
+        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little"))
+    else:
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = torch.from_numpy(packed).to(logits.device, non_blocking=True)[:, :, None] >> shifts
+        allowed = bits.bitwise_and_(1).flatten(1)
+    allowed = allowed[:, : logits.shape[1]]
+    for place, row in enumerate(masked):
+        logits[row].masked_fill_(allowed[place] == 0, float("-inf"))
 
 
 def _reshapes(sequence: Sequence) -> bool:

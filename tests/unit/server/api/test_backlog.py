@@ -14,7 +14,7 @@ import httpx
 from penstock.memory.ledger import Ledger
 from penstock.memory.requests import LOGPROB_BYTES, RequestPool
 from penstock.server.api.backlog import MERGED_TOKEN_BYTES, PIECE_BYTES, Backlog
-from penstock.server.api.generation import Piece
+from penstock.server.api.generation import Finish, Piece
 from penstock.testing.fake_server import add_model, serving
 from penstock.testing.fake_worker import FakeModel
 
@@ -29,7 +29,7 @@ def pool() -> RequestPool:
     return RequestPool(Ledger({"ram": 1 << 30}), 1 << 20, 1 << 26, 1.0)
 
 
-def piece(choice: int, number: int, finish: str | None = None) -> Piece:
+def piece(choice: int, number: int, finish: Finish | None = None) -> Piece:
     return Piece(choice, f"{number},", [number], [number], finish=finish)
 
 
@@ -57,7 +57,7 @@ def test_a_backlog_is_merged_and_loses_nothing() -> None:
         requests = pool()
         backlog = Backlog(requests.share())
         for number in range(TOKENS):
-            last = "length" if number == TOKENS - 1 else None
+            last = Finish.LENGTH if number == TOKENS - 1 else None
             for choice in (0, 1):
                 backlog.put(piece(choice, number, last))
         assert requests.used_bytes < 2 * TOKENS * (MERGED_TOKEN_BYTES + 32)
@@ -66,7 +66,7 @@ def test_a_backlog_is_merged_and_loses_nothing() -> None:
             mine = [p for p in pieces if p.choice == choice]
             assert [t for p in mine for t in p.tokens] == list(range(TOKENS))
             assert "".join(p.text for p in mine) == "".join(f"{n}," for n in range(TOKENS))
-            assert [p.finish for p in mine if p.finish] == ["length"]
+            assert [p.finish for p in mine if p.finish] == [Finish.LENGTH]
         assert len(pieces) < 2 * TOKENS // 50
         backlog.sent()
         assert requests.used_bytes == 0

@@ -495,10 +495,10 @@ def test_an_answer_that_ends_in_flight_drops_what_was_launched_for_it() -> None:
 
 
 def test_who_gives_way_in_flight_comes_back_with_the_token() -> None:
-    scheduler = make_scheduler(blocks=3)
+    scheduler = make_scheduler(blocks=4)
     expect_short_answers(scheduler)
-    scheduler.add(submit(1, 4, 8))
-    scheduler.add(submit(2, 4, 8))
+    scheduler.add(submit(1, 3, 12))
+    scheduler.add(submit(2, 3, 12))
     flying = launch(scheduler)
     finished: dict[int, Finish] = {}
     for _ in range(40):
