@@ -10,15 +10,17 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import pytest
 
+from penstock.memory.control_group import remove_group
 from penstock.memory.gauge import read_process
 from penstock.server.template import WORKER_ENVIRONMENT
 from penstock.testing import tiny
 from penstock.testing.exactness import Mode, poisoned_blocks, run, start_engine
+from penstock.testing.measured_steps import measured_steps
 from penstock.wire import (
     Cancel,
     Finish,
@@ -39,8 +41,6 @@ from penstock.wire import (
     frame,
     from_worker,
 )
-from penstock.worker.meter import RamMeter
-from penstock.worker.stress import Stress, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,8 +135,8 @@ def worker(
         finally:
             process.kill()
             process.wait()
-            if group is not None:
-                Path(group).rmdir()
+            if group is not None:  # what a server does when it reaps its worker
+                assert remove_group(process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -280,30 +280,24 @@ def test_grants_that_move_under_running_requests_change_no_token(tmp_path: Path)
     assert freed > 0 and engine.status().preemptions > 0
 
 
-def measured_steps(folder: Path, count: int) -> list[tuple[int, int]]:
-    """(predicted, measured) of steps of random shapes, largest measured last."""
-    engine = start_engine(folder, Mode("w", step_tokens=256, step_sequences=16), 256 * MIB)
-    cost = engine.ready().cost
-    shapes = random.Random(2)
-    stress = Stress(engine._executor, engine._arena, engine._pool, RamMeter(), 256)
-    found = []
-    for _ in range(count):
-        decodes = shapes.randrange(0, 15)
-        scored = shapes.choice([0, 0, shapes.randrange(1, 17)])
-        trial = Trial(
-            decodes=decodes,
-            decode_context=shapes.randrange(1, tiny.CONTEXT + 1),
-            chunk=shapes.randrange(1, 256 - decodes - scored + 1),
-            context=shapes.randrange(1, tiny.CONTEXT + 1),
-            scored=scored,
-            demanding=shapes.random() < 0.5,
-            alike=shapes.random() < 0.3,
-        )
-        point = stress.run(trial, tiny.VOCABULARY)
-        measured = int((point.bytes - MIB) / 1.03)  # without the margin for noise
-        found.append((cost.step(*point.shape), measured))
-    stress.close()
-    return sorted(found, key=lambda pair: pair[1])
+def test_memory_that_is_never_found_ends_requests_and_not_the_loop(tmp_path: Path) -> None:
+    engine = start_engine(tiny.save("llama", tmp_path / "llama"), Mode("m"), 64 * MIB)
+    for number, prompt in enumerate(PROMPTS):
+        engine.submit(Submit(number, list(prompt), 4, Sampling(temperature=0)))
+    plan = engine._scheduler.plan
+
+    def failing(*_: object) -> NoReturn:
+        raise MemoryError
+
+    engine._scheduler.plan = failing  # type: ignore[method-assign, assignment]
+    outputs = engine.step()
+    assert sorted(output.id for output in outputs) == list(range(len(PROMPTS)))
+    assert all(output.failure and output.failure.code == "overloaded" for output in outputs)
+    engine._scheduler.plan = plan  # type: ignore[method-assign]
+    engine.check()
+    assert not engine.has_work()
+    (tokens,) = run(engine, [PROMPTS[1]], 4)  # in the KV that was found before
+    assert len(tokens) == 4
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
@@ -314,7 +308,15 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
     if architecture == "qwen3_moe":
         changes |= {"moe_intermediate_size": 3072, "num_experts": 4}
     folder = tiny.save(architecture, tmp_path / architecture, **changes)
-    found = measured_steps(folder, 60)
-    assert all(measured <= predicted for predicted, measured in found)
-    top = found[-6:]
-    assert all(predicted <= 1.25 * measured for predicted, measured in top), top
+    spec = LoadSpec(
+        *(folder.name, str(folder), "cpu", "float32", 256 * MIB),
+        step_tokens=512,
+        step_sequences=16,
+        threads=1,
+        capped=False,
+    )
+    found = measured_steps(spec, 60)
+    for step in found:
+        assert step.measured_bytes <= step.predicted_bytes, step
+    for step in found[-6:]:
+        assert step.predicted_bytes <= 1.25 * step.measured_bytes, step

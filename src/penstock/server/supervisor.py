@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.boot import Fork
 from penstock.errors import InternalError, PenstockError, WorkerLost, by_code
+from penstock.memory.control_group import remove_group, remove_leftovers
 from penstock.server.client import ModelClient
 from penstock.server.output_log import OutputLog
 from penstock.server.template import Child, TemplateProcess
@@ -124,6 +125,7 @@ class Supervisor:
     async def _start_template(self, spent: asyncio.Task[TemplateProcess] | None) -> TemplateProcess:
         if spent is not None and not spent.cancelled() and spent.exception() is None:
             await spent.result().stop()
+        await asyncio.to_thread(remove_leftovers)
         return await TemplateProcess.start(self._preload, self._logs / "template.log")
 
 
@@ -211,6 +213,7 @@ class WorkerHandle:
             self.kill(signal.SIGKILL)
             await asyncio.wait([self._exit_code], timeout=BURIAL_S)
         code = self._exit_code.result() if self._exit_code.done() else None
+        await asyncio.to_thread(remove_group, self.pid)  # also of one that died while loading
         self._log.close()
         cause = describe_exit(code)
         name = self.spec.name

@@ -9,6 +9,7 @@ nobody else. Not every system lets one be made.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.memory.control_group import worker_group
 from penstock.memory.gauge import memory_groups
 from penstock.worker.meter import kib_field
 
@@ -115,18 +117,16 @@ class OuterCap:
         Whoever reaps this process removes the empty group: a process cannot remove its own.
         """
         for born_in, (limit_file, used_file) in memory_groups():
-            group = born_in / f"penstock-{os.getpid()}"
+            group = worker_group(born_in, os.getpid())
             try:
-                group.mkdir()
-            except OSError:
-                return None
-            try:
+                group.mkdir(exist_ok=True)  # left behind by a process that had our number
                 if (group / limit_file).exists():
                     (group / "cgroup.procs").write_text(str(os.getpid()))
                     return cls(group, limit_file, used_file)
             except OSError:
                 pass
-            group.rmdir()  # a v2 group above us that does not hand memory down
+            with contextlib.suppress(OSError):
+                group.rmdir()  # a v2 group above us that does not hand memory down
             return None
         return None
 

@@ -97,6 +97,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         ),
         window=window,
         vocabulary=text.vocab_size,
+        routes=any("expert" in name for name, _ in model.named_modules()),
         fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
     progress("profile", 0, 1)

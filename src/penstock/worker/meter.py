@@ -18,7 +18,6 @@ from penstock.memory.gauge import read_process
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
 _libc = ctypes.CDLL(None)
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Meter(Protocol):
@@ -40,13 +39,9 @@ class Meter(Protocol):
 class RamMeter:
     """Resident pages of this process, as the kernel counts them.
 
-    Tensors of a mebibyte or more are mappings of their own from now on. From a heap, what a step
-    takes at its highest would depend on the holes that earlier steps have left, by a quarter.
+    Precise where large tensors are mappings of their own, as a worker's environment has it: from a
+    heap, what a step takes at its highest depends on the holes that earlier steps have left.
     """
-
-    def __init__(self) -> None:
-        if hasattr(_libc, "mallopt"):
-            _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
     def held(self) -> int:
         return int(_STATM.read_bytes().split()[1]) * _PAGE

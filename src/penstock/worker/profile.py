@@ -3,7 +3,7 @@
     probe      a small arena; warm up, so that every library has what it keeps
     stress     shapes around the border of what a step may be; the highest point of each
     size       KV gets what the grant leaves beside the largest step
-    validate   the arena full, the largest steps again, under the cap
+    validate   the arena full, the largest step again, under the cap
 
 A stored profile skips the first three. What does not fit is made smaller before the model is
 refused: the step is halved, then the arena shrinks. An engine cannot be made without a `Profile`.
@@ -75,6 +75,7 @@ class Bench:
     limits: StepLimits  # as asked for
     window: int
     vocabulary: int
+    routes: bool  # the model sends tokens to experts
     fingerprint: str
 
 
@@ -83,32 +84,37 @@ def profile(bench: Bench) -> Profile:
     _warm_up(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
     if stored is not None and _applies(bench, stored):
-        limits, cost = _limits(bench.limits, stored.step_tokens), stored.cost
-    else:
-        limits, cost = _stress(bench)
-        profile_store.save(
-            bench.spec.profile_dir,
-            StoredProfile(
-                format=profile_store.FORMAT,
-                fingerprint=bench.fingerprint,
-                memory_bytes=bench.spec.memory_bytes,
-                step_tokens=limits.tokens,
-                step_sequences=limits.sequences,
-                cost=cost,
-            ),
-        )
-    # A heap keeps addresses that it needed once. They are not memory, but the cap counts them.
-    bench.cap.settle()
+        limits = _limits(bench.limits, stored.step_tokens)
+        _run_largest(bench, limits)
+        try:
+            return _validated(bench, limits, stored.cost)
+        except ModelTooLarge as error:
+            log.warning("the stored profile does not hold, so it is measured anew: %s", error)
+    limits, cost = _stress(bench)
+    profile_store.save(
+        bench.spec.profile_dir,
+        StoredProfile(
+            format=profile_store.FORMAT,
+            fingerprint=bench.fingerprint,
+            memory_bytes=bench.spec.memory_bytes,
+            step_tokens=limits.tokens,
+            step_sequences=limits.sequences,
+            cost=cost,
+        ),
+    )
     return _validated(bench, limits, cost)
 
 
 def _applies(bench: Bench, stored: StoredProfile) -> bool:
-    """As much memory as then, not so much that longer contexts were unseen, and the step runs."""
+    """No longer contexts than were seen, room for KV, and no want of memory that is over now."""
+    limits = _limits(bench.limits, stored.step_tokens)
     seen = max(point.context for point in stored.cost.measured)
-    reach = _reach(bench, _limits(bench.limits, stored.step_tokens))
-    if bench.spec.memory_bytes < stored.memory_bytes or reach.longest > UNSEEN_CONTEXT * seen:
-        return False
-    return _measure(bench, reach.limits, [reach.everything()]) is not None
+    halved = stored.step_tokens < bench.limits.tokens
+    return (
+        _reach(bench, limits).longest <= UNSEEN_CONTEXT * seen
+        and _leaves_enough(bench, limits, stored.cost)
+        and not (halved and bench.spec.memory_bytes > stored.memory_bytes)
+    )
 
 
 def _warm_up(bench: Bench) -> None:
@@ -118,29 +124,40 @@ def _warm_up(bench: Bench) -> None:
     several = min(8, bench.limits.sequences)
     try:
         stress.run(Trial(chunk=some, context=some), bench.vocabulary)
-        stress.run(Trial(several, some, demanding=True), bench.vocabulary)
+        stress.run(Trial(several, some, 1, some, several, some, demanding=True), bench.vocabulary)
     finally:
         stress.close()
     bench.meter.drop_caches()
     bench.cap.settle()
 
 
+def _run_largest(bench: Bench, limits: StepLimits) -> None:
+    """The first step of its size also takes what libraries keep from then on: it does not count."""
+    _measure(bench, limits, [_reach(bench, limits).everything()])
+    bench.cap.settle()
+
+
 def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
-    grant = bench.spec.memory_bytes
     limits = bench.limits
-    enough = min(bench.window, ENOUGH_KV_TOKENS)
+    _run_largest(bench, limits)
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
-        if cost is not None:
-            room = _kv_room(bench, grant - _largest_step(cost, limits))
-            tokens = (bench.arena.blocks_within(room) - 1) * limits.block_tokens
-            if tokens >= enough or (limits.tokens <= LEAST_STEP_TOKENS and tokens > 0):
-                return limits, cost
+        if cost is not None and _leaves_enough(bench, limits, cost):
+            return limits, cost
         if limits.tokens <= LEAST_STEP_TOKENS:
             raise _too_large(bench, limits, cost, "even the smallest step leaves no room for KV")
         limits = _limits(bench.limits, max(LEAST_STEP_TOKENS, limits.tokens // 2))
         log.info("steps are halved to %d tokens to leave room for KV", limits.tokens)
+
+
+def _leaves_enough(bench: Bench, limits: StepLimits, cost: CostModel) -> bool:
+    """Whether the largest step leaves KV worth having; beside the smallest step any is."""
+    room = _kv_room(bench, bench.spec.memory_bytes - _largest_step(cost, limits))
+    tokens = (bench.arena.blocks_within(room) - 1) * limits.block_tokens
+    if limits.tokens <= LEAST_STEP_TOKENS:
+        return tokens > 0
+    return tokens >= min(bench.window, ENOUGH_KV_TOKENS)
 
 
 def _measure(bench: Bench, limits: StepLimits, trials: Iterable[Trial]) -> CostModel | None:
@@ -167,7 +184,7 @@ def _measure(bench: Bench, limits: StepLimits, trials: Iterable[Trial]) -> CostM
 
 
 def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
-    """Size the arena, fill it and run the largest steps; shrink where that fails."""
+    """Size the arena, fill it and run the largest step; shrink where that fails."""
     spec, arena = bench.spec, bench.arena
     if spec.kv_tokens is not None:
         blocks = min(1 + -(-spec.kv_tokens // limits.block_tokens), arena.blocks)
@@ -176,10 +193,14 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
         room = _kv_room(bench, spec.memory_bytes - _largest_step(cost, limits))
         blocks = arena.blocks_within(room)
         retries = RETRIES
+    whole_bytes = arena.bytes_for(blocks)
     for attempt in range(retries + 1):
         if blocks < 2:
             break
-        found = _profile_of(bench, limits, cost, blocks)
+        # What is taken from KV is the step's: it was the step that did not find its memory.
+        found = _profile_of(bench, limits, cost, blocks, whole_bytes - arena.bytes_for(blocks))
+        # A heap keeps addresses that it needed once. They are not memory, but the cap counts them.
+        bench.cap.settle()
         if _survives(bench, found):
             # Everything is in place now; libraries have what they keep.
             return dataclasses.replace(found, held_bytes=_baseline(bench))
@@ -191,18 +212,16 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
 
 
 def _survives(bench: Bench, found: Profile) -> bool:
-    """Whether the largest steps run beside a full arena, within the cap."""
+    """Whether the largest step runs beside a full arena, within the cap."""
     pool = bench.pool
     pool.set_limit(found.kv_blocks)
     bench.cap.move(found.kv_bytes, found.step_bytes)
-    reach = _reach(bench, found.limits)
     survived = True
     stress = _open(bench, found.limits)
     rest: list[int] = []
     try:
         rest = pool.take(pool.free)
-        for trial in (reach.everything(), reach.full_decode()):
-            stress.run(trial, bench.vocabulary)
+        stress.run(_reach(bench, found.limits).everything(), bench.vocabulary)
     except (MemoryError, RuntimeError) as error:
         if not exhausted(error):
             raise
@@ -215,12 +234,14 @@ def _survives(bench: Bench, found: Profile) -> bool:
     return survived
 
 
-def _profile_of(bench: Bench, limits: StepLimits, cost: CostModel, blocks: int) -> Profile:
+def _profile_of(
+    bench: Bench, limits: StepLimits, cost: CostModel, blocks: int, spared_bytes: int
+) -> Profile:
     host_bytes = HOST_BYTES + (blocks - 1) * limits.block_tokens * HOST_BYTES_PER_TOKEN
     return Profile(
         cost=cost,
         limits=limits,
-        step_bytes=_largest_step(cost, limits) + host_bytes,
+        step_bytes=_largest_step(cost, limits) + host_bytes + spared_bytes,
         host_bytes=host_bytes,
         kv_blocks=blocks,
         kv_bytes=bench.arena.bytes_for(blocks),
@@ -248,7 +269,7 @@ def _reach(bench: Bench, limits: StepLimits) -> Reach:
     spec = bench.spec
     tokens = spec.kv_tokens or spec.memory_bytes // bench.arena.layout.token_bytes
     total = max(2, min(tokens, (bench.arena.blocks - 1) * limits.block_tokens))
-    return Reach(limits, min(bench.window, total), total)
+    return Reach(limits, min(bench.window, total), total, bench.routes)
 
 
 def _limits(asked: StepLimits, tokens: int) -> StepLimits:

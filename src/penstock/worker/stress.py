@@ -6,7 +6,6 @@ what stands there. So the longest context can be tried before there is memory fo
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,12 +23,13 @@ if TYPE_CHECKING:
     from penstock.worker.kv.arena import Arena
     from penstock.worker.kv.blocks import BlockPool
     from penstock.worker.meter import Meter
+    from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.scheduler import StepLimits
 
 # Measuring is about this good: pages are counted per processor and summed up now and then, and
 # what a heap hands out depends a little on what came before.
-_NOISE_BYTES = 1 << 20
-_NOISE_SHARE = 0.03
+_NOISE_BYTES = 3 << 20
+_NOISE_SHARE = 0.05
 _LOGPROBS = 20
 
 _GREEDY = Sampling(temperature=0)
@@ -53,8 +53,9 @@ class Trial:
     decodes: int = 0
     decode_context: int = 1  # what each of them sees
     chunk: int = 0  # tokens of one sequence's prompt
+    context: int = 1  # what they see
     scored: int = 0  # tokens of a prompt whose own log-probabilities are asked for
-    context: int = 1  # what these two see
+    scored_context: int = 1  # what these see
     demanding: bool = False  # of the sampler
     alike: bool = False  # all tokens the same, so that all go to the same experts
 
@@ -66,6 +67,7 @@ class Reach:
     limits: StepLimits
     longest: int  # the longest sequence that can be held
     total: int  # the tokens that can be held
+    routes: bool  # tokens go to experts, so that it matters which tokens they are
 
     @property
     def far(self) -> int:
@@ -84,12 +86,20 @@ class Reach:
         return max(1, min(self.longest, self.total // self.limits.sequences))
 
     def everything(self) -> Trial:
-        """The largest step: decodes, a chunk and a scored prompt."""
+        """The largest step: decodes, a chunk and a scored prompt that sees the longest context.
+
+        No step is larger in any respect, so none is expected to cost more.
+        """
         limits, far = self.limits, self.far
         decodes = max(0, limits.sequences - 2)
-        scored = min(limits.logit_rows - limits.sequences, far)
-        chunk = max(0, min(limits.tokens - decodes - scored, far))
-        return Trial(decodes, self.each, chunk, scored, far, demanding=True)
+        chunk = max(0, min(limits.tokens - decodes - self.scored, far))
+        return Trial(decodes, self.each, chunk, far, self.scored, self.longest, demanding=True)
+
+    @property
+    def scored(self) -> int:
+        """Rows of a prompt with log-probabilities, at the end of the longest context."""
+        limits = self.limits
+        return min(limits.logit_rows - limits.sequences, self.chunk_at(self.longest))
 
     def full_decode(self) -> Trial:
         """As many decodes as a step may have."""
@@ -102,29 +112,28 @@ class Reach:
         between them, as long as the cost of a chunk grows with its length, its context and their
         product. The length alone is tried in between as well: allocators serve small tensors from
         a heap and large ones with mappings, and near the step from one to the other a shorter
-        chunk can take more than a longer one.
+        chunk can take more than a longer one. What is far away is tried with few rows where that
+        shows the same: a whole chunk takes seconds on a CPU.
         """
         limits, far, longest = self.limits, self.far, self.longest
         whole, least = min(limits.tokens, longest), min(FLOOR_TOKENS, limits.tokens, longest)
-        scored = min(limits.logit_rows - limits.sequences, self.chunk_at(longest))
-        beside = limits.sequences - 1
         yield Trial(chunk=whole, context=far)
         yield Trial(decodes=1)
         yield self.full_decode()
-        for context in (longest, math.isqrt(far * longest)):  # along the bound on pairs
-            yield Trial(chunk=self.chunk_at(context), context=context)
-        yield Trial(chunk=whole, context=whole, alike=True)
+        # From some rows on the sampler takes them in slices and needs no more memory.
+        yield Trial(min(8, limits.sequences), self.each, demanding=True)
+        yield Trial(chunk=self.chunk_at(longest), context=longest)
         yield Trial(chunk=least, context=least)
-        yield Trial(beside, self.each, limits.tokens - beside, context=whole, demanding=True)
+        if self.routes:
+            yield Trial(chunk=whole, context=whole, alike=True)
         yield Trial(1, longest, demanding=True)
+        if whole < far:
+            yield Trial(chunk=whole, context=whole)
         yield Trial(chunk=least, context=longest)
-        yield Trial(scored=scored, context=longest)
+        yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(limits.sequences)
-        yield Trial(chunk=whole, context=whole)
-        for quarters in (3, 1, 2):
-            tokens = whole * quarters // 4
-            if tokens > least:
-                yield Trial(chunk=tokens, context=tokens)
+        if whole // 4 > least:
+            yield Trial(chunk=whole // 4, context=whole // 4)
         yield self.everything()
 
 
@@ -154,7 +163,13 @@ class Stress:
         self._blocks = []
 
     def run(self, trial: Trial, vocabulary: int) -> Measured:
-        """One step; its shape and what it took."""
+        """One step; its shape and what it may take, by one measurement."""
+        shape, took = self.measure(trial, vocabulary)
+        size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
+        return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
+
+    def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:
+        """One step; its shape and how far above what was held before it went."""
         plan = self._plan(trial, vocabulary)
         self._meter.drop_caches()
         before = self._meter.held()
@@ -169,10 +184,7 @@ class Stress:
         finally:
             for request in masked:
                 self._executor.forget(request.id)
-        took = max(0, self._meter.peak() - before)
-        shape = plan.shape
-        size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
-        return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
+        return plan.shape, max(0, self._meter.peak() - before)
 
     def _plan(self, trial: Trial, vocabulary: int) -> Plan:
         plan = Plan()
@@ -186,7 +198,7 @@ class Stress:
             sequence = self._sequence(trial.decodes, ids, how)
             plan.chunks.append(Slice(sequence, len(ids) - trial.chunk, trial.chunk))
         if trial.scored:
-            ids = self._ids(trial, max(trial.context, trial.scored), vocabulary)
+            ids = self._ids(trial, max(trial.scored_context, trial.scored), vocabulary)
             sequence = self._sequence(trial.decodes + 1, ids, how, prompt_logprobs=_LOGPROBS)
             sequence.scored = start = len(ids) - trial.scored
             plan.chunks.append(Slice(sequence, start, trial.scored))

@@ -118,10 +118,10 @@ class Executor(Constraints):
         rows, samplers = sampling_rows(plan)
         score_prompts(plan, logits, result)
         if samplers:
-            wanted = logits if len(rows) == logits.shape[0] else logits[rows]
+            among = None if len(rows) == logits.shape[0] else rows
             masks = None if pending is None else pending.result()
             result.failed = {} if masks is None else masks.failed
-            sampled = sample(wanted, sampling, masks)
+            sampled = sample(logits, sampling, masks, among)
             take_tokens(samplers, sampled.tokens, sampled.logprobs, result)
         return result
 

@@ -20,6 +20,7 @@ from penstock.errors import BadRequest, ContextTooLong, Overloaded
 from penstock.wire import Failure, Finish, Output, Ready, Sampling, Status, Submit
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.memory import StepMemory
+from penstock.worker.scheduling.gate import StepShape
 from penstock.worker.scheduling.policy import StepPacer
 from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, Slice
 from penstock.worker.scheduling.sequence import Sequence
@@ -38,16 +39,19 @@ log = logging.getLogger(__name__)
 _PROBE_ID = -1
 # Steps after which memory that could not be had for KV is asked for again.
 _COMMIT_AGAIN_STEPS = 64
+# Attempts at one step, each smaller than the one before: more than there are halvings of it.
+_ATTEMPTS = 24
 
 
 class GenerateEngine:
     """Continuous batching over one model, which has been profiled."""
 
     def __init__(self, bench: Bench, profile: Profile, ready: Ready) -> None:
+        self.bench = bench
+        self.profile = profile
         self._executor: Executor | CudaExecutor = bench.executor
         self._arena = bench.arena
         self._pool = bench.pool
-        self._profile = profile
         self._ready = ready
         self._window = bench.window
         self._domain = "ram" if bench.arena.in_ram else f"gpu:{bench.arena.device.index or 0}"
@@ -146,9 +150,15 @@ class GenerateEngine:
     def step(self) -> list[Output]:
         """Run one forward over everything planned, or over less where memory is short."""
         outputs, self._refused = self._refused, []
+        in_vain = 0
         while self._scheduler.has_work():
+            ended = len(outputs)
             if self._attempt(outputs):
                 break
+            in_vain = in_vain + 1 if len(outputs) == ended else 0
+            if in_vain == _ATTEMPTS:
+                self._give_up(outputs)
+                in_vain = 0
         return outputs
 
     def status(self) -> Status:
@@ -279,6 +289,14 @@ class GenerateEngine:
         else:
             self._budget = max(1, plan.tokens // 2)
 
+    def _give_up(self, outputs: list[Output]) -> None:
+        """Nothing smaller is left to try: somebody must go, or this would never end."""
+        oldest, gate = self._scheduler.oldest(), self._memory.gate
+        assert oldest is not None
+        least = StepShape(tokens=1, sequences=1, context=len(oldest.tokens), logit_rows=1)
+        why = f"{_ATTEMPTS} attempts at smaller and smaller steps found none"
+        self._fail(oldest, why, gate.predicted(least), max(0, gate.room_bytes), outputs)
+
     def _fail(
         self, sequence: Sequence, why: str, needed: int, limit: int, outputs: list[Output]
     ) -> None:
@@ -321,7 +339,7 @@ class GenerateEngine:
             result.outputs[number] = _failed(number, _unfollowed(why))
         if self._budget is not None:  # grow back, so that one bad moment is not for ever
             self._budget += max(1, self._budget // 4)
-            if self._budget >= self._profile.limits.tokens:
+            if self._budget >= self.profile.limits.tokens:
                 self._budget = None
         self._steps += 1
         self._step_tokens = plan.tokens
@@ -337,7 +355,7 @@ class GenerateEngine:
         self._pool.return_empty_extents()
 
     def _kv_bytes(self, tokens: int) -> int:
-        return self._profile.cost.sequence(tokens)
+        return self.profile.cost.sequence(tokens)
 
     def _kv_bytes_now(self) -> int:
         return self._arena.bytes_for(self._pool.capacity)

@@ -19,12 +19,14 @@ from torch import Tensor
 from penstock.wire import Candidate, TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.wire import Sampling
     from penstock.worker.engine.grammar import Bits, Masks
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
-_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of logits worked on at once
+_SLICE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}  # of logits worked on at once
 _COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
@@ -36,20 +38,44 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Sampled:
-    """One token for each row of `logits` [rows, vocabulary], float32, of those its mask allows."""
-    tokens: list[int] = choose(logits, sequences, masks).tolist()
-    return Sampled(tokens, chosen_logprobs(logits, tokens, sequences))
+def sample(
+    logits: Tensor,
+    sequences: list[Sequence],
+    masks: Masks | None = None,
+    rows: list[int] | None = None,
+) -> Sampled:
+    """One token for each sequence from its row of `logits` [rows, vocabulary].
+
+    `rows` are the sequences' own; None: one after the other. A sequence with a mask gets a token
+    that it allows.
+    """
+    answer = Sampled([], [])
+    for own, few, masked in _portions(logits, sequences, masks, rows):
+        tokens: list[int] = _choose_slice(own, few, masked).tolist()
+        answer.tokens.extend(tokens)
+        answer.logprobs.extend(_logprobs(own, tokens, [s.request.sampling for s in few]))
+    return answer
 
 
-def choose(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Tensor:
-    """The tokens, [rows] on the logits' device. Waits for nothing, but for `wants_host` rows."""
-    bits = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
-    parts = []
-    for rows in _slices(logits):
-        masked = {row - rows.start: bits[row] for row in bits if rows.start <= row < rows.stop}
-        parts.append(_choose_slice(logits[rows], sequences[rows], masked))
+def choose(
+    logits: Tensor,
+    sequences: list[Sequence],
+    masks: Masks | None = None,
+    rows: list[int] | None = None,
+) -> Tensor:
+    """The tokens, on the logits' device. Waits for nothing, but for `wants_host` sequences."""
+    parts = [_choose_slice(*portion) for portion in _portions(logits, sequences, masks, rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _portions(
+    logits: Tensor, sequences: list[Sequence], masks: Masks | None, rows: list[int] | None
+) -> Iterator[tuple[Tensor, list[Sequence], dict[int, Bits]]]:
+    """A few sequences at a time: their logits, they, and the masks among them."""
+    bits = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
+    for few in _slices(len(sequences), logits):
+        masked = {row - few.start: bits[row] for row in bits if few.start <= row < few.stop}
+        yield logits[few] if rows is None else logits[rows[few]], sequences[few], masked
 
 
 def wants_host(sequence: Sequence) -> bool:
@@ -73,14 +99,13 @@ def chosen_logprobs(
     hows = [sequence.request.sampling for sequence in sequences]
     return [
         answer
-        for rows in _slices(logits)
-        for answer in _logprobs(logits[rows], tokens[rows], hows[rows])
+        for few in _slices(len(tokens), logits)
+        for answer in _logprobs(logits[few], tokens[few], hows[few])
     ]
 
 
-def _slices(logits: Tensor) -> list[slice]:
-    count, width = logits.shape
-    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // width)
+def _slices(count: int, logits: Tensor) -> list[slice]:
+    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // logits.shape[1])
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
@@ -111,7 +136,7 @@ def logprobs_of(logits: Tensor, tokens: list[int], alternatives: int) -> list[To
     """Log-probability of a given token in each row, with the best alternatives."""
     return [
         answer
-        for rows in _slices(logits)
+        for rows in _slices(len(tokens), logits)
         for answer in _logprobs_of_slice(logits[rows], tokens[rows], alternatives)
     ]
 
