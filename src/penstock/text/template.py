@@ -56,7 +56,7 @@ _RENDER_ERRORS = (
 
 # Behind a message that is to be continued: shows where its content ends, and by its blank whether
 # the template trims.
-_END_MARK = "\N{INFORMATION SEPARATOR ONE}end of the message\N{INFORMATION SEPARATOR ONE} "
+_END_MARK = "<<the answer goes on from here>> "
 
 
 class ChatTemplate:
