@@ -183,6 +183,7 @@ class Status(msgspec.Struct):
     exhausted: int = 0  # steps that ran out of memory and were taken back, since start
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
+    device_s: float = 0.0  # in which the device computed, since start
 
 
 class Step(msgspec.Struct, tag=True):
@@ -216,6 +217,7 @@ class Ready(msgspec.Struct, tag=True):
     step_bytes: int  # the envelope of the largest step
     kv_bytes: int  # what the arena was sized to
     step_tokens: int  # the largest step, after halving
+    graph_bytes: int = 0  # kept by captured steps, on the device
     outer_cap: str | None = None  # the control group around the worker, if one could be made
     # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
     # depending on who else has them open, so this cannot be told from `process_bytes`.

@@ -40,7 +40,7 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Ge
         if armed:
             torch.empty(MORE_BYTES, dtype=torch.uint8)
 
-    executor._runner._model.model.layers[-1].register_forward_pre_hook(want_more)
+    executor._runner.model.model.layers[-1].register_forward_pre_hook(want_more)
 
     def is_cue(plan: Plan) -> bool:
         if cue == "once":

@@ -75,11 +75,34 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", metavar="T", type=float, help="0 is the same every time")
     chat.add_argument("prompt", nargs="?", help="ask this one thing and leave")
 
+    _add_bench(commands)
+
     doctor = _command(
         commands, "doctor", "doctor:doctor", "show every setting and memory number, and its origin"
     )
     doctor.add_argument("--memory", metavar="LIMIT", help="as of `serve`")
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure an engine or a server")
+    kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    engine = _command(kinds, "engine", "bench:engine", "decode and prefill of a model, no server")
+    engine.add_argument("--model", metavar="NAME", required=True, help="which; also random:SHAPE")
+    engine.add_argument("--device", metavar="cpu|cuda:N", help="where; the GPU if there is one")
+    engine.add_argument("--dtype", metavar="auto|float32|bfloat16", help="number format")
+    engine.add_argument("--streams", metavar="N,N", help="decode with so many at once (1,32)")
+    engine.add_argument("--context", metavar="N", type=_positive, help="tokens before that (512)")
+    engine.add_argument("--new", metavar="N", type=_positive, help="tokens of each stream (128)")
+    engine.add_argument("--prefill", metavar="N,N", help="prompts of so many tokens")
+    serve = _command(kinds, "serve", "bench:serve", "many clients of a running server")
+    _add_client(serve)
+    serve.add_argument("--model", metavar="NAME", help="which; may be left out if it is the only")
+    serve.add_argument("--clients", metavar="N", type=_positive, default=32, help="at once (32)")
+    serve.add_argument("--requests", metavar="N", type=_positive, default=128, help="in all (128)")
+    serve.add_argument("--input", metavar="N", type=_positive, default=512, help="tokens in (512)")
+    serve.add_argument("--output", metavar="N", type=_positive, default=128, help="out (128)")
+    serve.add_argument("--temperature", metavar="T", type=float, default=0.0, help="greedy if 0")
 
 
 def _positive(text: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +73,8 @@ class GpuReading:
     uuid: str
     total_bytes: int
     free_bytes: int
+    # What each process holds there, by its id; empty where the driver does not tell.
+    processes: Mapping[int, int] = field(default_factory=dict)
 
 
 def read_ram(proc: Path = PROC) -> RamReading:
@@ -136,10 +138,7 @@ def visible_gpus(devices: Sequence[GpuReading], visible: str | None) -> tuple[Gp
         if not found or found[0].uuid in {d.uuid for d in chosen}:
             break
         chosen.append(found[0])
-    return tuple(
-        GpuReading(index, d.name, d.uuid, d.total_bytes, d.free_bytes)
-        for index, d in enumerate(chosen)
-    )
+    return tuple(replace(d, index=index) for index, d in enumerate(chosen))
 
 
 def resolve_device(wanted: str, gpus: Sequence[GpuReading]) -> str:
@@ -275,7 +274,39 @@ def _nvml_devices(nvml: ctypes.CDLL) -> Iterator[GpuReading]:
             )
             if not any(answers):
                 yield GpuReading(
-                    index, name.value.decode(), uuid.value.decode(), memory.total, memory.free
+                    index,
+                    name.value.decode(),
+                    uuid.value.decode(),
+                    memory.total,
+                    memory.free,
+                    _nvml_processes(nvml, handle),
                 )
     finally:
         nvml.nvmlShutdown()
+
+
+class _NvmlProcess(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+_NVML_MOST_PROCESSES = 256
+_NVML_NOT_AVAILABLE = (1 << 64) - 1
+
+
+def _nvml_processes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> dict[int, int]:
+    """Bytes of every process that computes on a device."""
+    count = ctypes.c_uint(_NVML_MOST_PROCESSES)
+    found = (_NvmlProcess * _NVML_MOST_PROCESSES)()
+    read = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+    if read is None or read(handle, ctypes.byref(count), found) != 0:
+        return {}
+    return {
+        process.pid: process.used
+        for process in found[: count.value]
+        if process.used != _NVML_NOT_AVAILABLE
+    }

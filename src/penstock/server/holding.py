@@ -71,6 +71,8 @@ class Holding:
         fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
         if ready.overhead_bytes:
             fixed["ram", Purpose.PROCESS] = ready.overhead_bytes
+        if ready.graph_bytes:
+            fixed[self.domain, Purpose.GRAPHS] = ready.graph_bytes
         if ready.step_bytes:
             fixed[self.domain, Purpose.STEP] = self._step_bytes = ready.step_bytes
         held = sum(size for (domain, _), size in fixed.items() if domain == self.domain)

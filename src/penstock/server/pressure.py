@@ -21,10 +21,10 @@ from penstock.memory.governor import Act, Events, Governor, Readings
 from penstock.memory.slack import NOISE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.memory.baseline import Baseline
-    from penstock.memory.gauge import ProcessReading
+    from penstock.memory.gauge import GpuReading, ProcessReading
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
     from penstock.server.model import Model
@@ -88,14 +88,25 @@ class _Watch:
             self._latest = {owner: reading for owner, reading in found.items() if reading}
             self._pids, self._read_at = pids, now
         gpus = read_gpus()
-        return Readings(read_ram(), gpus, self._latest, self._gpu_own() if gpus else {})
+        return Readings(read_ram(), gpus, self._latest, self._gpu_own(gpus))
 
-    def _gpu_own(self) -> dict[str, int]:
-        """Ours on each GPU: all that is booked, but of the KV only what is committed."""
+    def _gpu_own(self, gpus: Sequence[GpuReading]) -> dict[str, int]:
+        """Ours on each GPU: what the driver says of our workers, those that load among them.
+
+        Where it does not tell, all that is booked, but of the KV only what is committed.
+        """
+        workers = set(self.residency.workers().values())
         own: dict[str, int] = {}
+        for gpu in gpus:
+            told = [size for pid, size in gpu.processes.items() if pid in workers]
+            if told:
+                own[f"gpu:{gpu.index}"] = sum(told)
         for model in self.residency.tenants().values():
             holding, status = model.holding, model.client.status
-            if holding is not None and holding.domain != "ram":
+            if holding is None or holding.domain == "ram":
+                continue
+            gpu_tells = any(f"gpu:{g.index}" == holding.domain and g.processes for g in gpus)
+            if not gpu_tells:
                 kv = holding.kv_bytes if status is None else status.kv_committed_bytes
                 own[holding.domain] = own.get(holding.domain, 0) + holding.fixed_bytes + kv
         return own

@@ -138,12 +138,14 @@ MODES = (
 )
 
 
-def start_engine(folder: Path, mode: Mode, memory_bytes: int = 1 << 30) -> GenerateEngine:
-    """The real engine over a folder, float32 on CPU."""
+def start_engine(
+    folder: Path, mode: Mode, memory_bytes: int = 1 << 30, device: str = "cpu"
+) -> GenerateEngine:
+    """The real engine over a folder, float32."""
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
-        device="cpu",
+        device=device,
         dtype="float32",
         memory_bytes=memory_bytes,
         kv_tokens=mode.pool_tokens,
@@ -159,12 +161,17 @@ def start_engine(folder: Path, mode: Mode, memory_bytes: int = 1 << 30) -> Gener
 
 
 def compare_mode(
-    reference: Reference, folder: Path, mode: Mode, prompts: Sequence[list[int]], count: int
+    reference: Reference,
+    folder: Path,
+    mode: Mode,
+    prompts: Sequence[list[int]],
+    count: int,
+    device: str = "cpu",
 ) -> Tally:
     """Run `prompts` in a mode over poisoned memory; raises `Mismatch`."""
     tally = Tally()
     with poisoned_blocks():
-        engine = start_engine(folder, mode)
+        engine = start_engine(folder, mode, device=device)
         if mode.alone:
             answers = [run(engine, [prompt], count)[0] for prompt in prompts]
         else:
@@ -217,7 +224,7 @@ def poisoned_blocks() -> Iterator[None]:
         give(pool, blocks)
         if blocks:
             assert isinstance(pool._backing, Arena)
-            _poison(pool._backing, torch.tensor(blocks))
+            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.device))
 
     with (
         mock.patch.object(Arena, "commit", poisoned_commit),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
@@ -28,6 +29,7 @@ from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
+from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.profile import Bench, profile
 from penstock.worker.scheduling.scheduler import StepLimits
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from penstock.wire import LoadSpec
+    from penstock.worker.engine.cuda_executor import CudaExecutor
 
     Progress = Callable[[str, int, int], None]
 
@@ -69,15 +72,19 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     window = _window(text, spec)
     arena = _arena(spec, layout, window, device)
-    runner = Runner(
-        model, arena, kernels, _windows(text), {layer: slot for slot, layer in enumerate(geometry)}
-    )
+    slots = {layer: slot for slot, layer in enumerate(geometry)}
+    pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
+    runner = Runner(model, arena, kernels, _windows(text), slots)
+    grammars = Grammars.from_folder(Path(spec.path), text.vocab_size)
+    executor = _executor(runner, grammars, spec, window)
+    # What graphs keep comes out of the grant, and is booked apart.
+    spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
-        executor=Executor(runner, Grammars.from_folder(Path(spec.path), text.vocab_size)),
+        executor=executor,
         arena=arena,
-        pool=BlockPool(arena.blocks, arena.extent_blocks, arena),
+        pool=pool,
         meter=meter_for(device),
         cap=_cap(spec, arena, outer),
         limits=StepLimits(
@@ -114,6 +121,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
         step_tokens=measured.limits.tokens,
+        graph_bytes=executor.graph_bytes,
         outer_cap=str(outer.group) if outer is not None else None,
         overhead_bytes=overhead_bytes(copied, committed),
         copied_bytes=copied,
@@ -122,6 +130,20 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     verify.compare_with_own_attention(model, engine, text)
     ready.load_s = time.perf_counter() - started
     return engine
+
+
+def _executor(
+    runner: Runner, grammars: Grammars | None, spec: LoadSpec, window: int
+) -> Executor | CudaExecutor:
+    """What runs plans on this device; graphs are captured here, before anything is measured."""
+    if isinstance(runner.kernels, ReferenceKernels):
+        return Executor(runner, grammars)
+    from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.engine.cuda_runner import CudaRunner
+
+    on_device = CudaRunner(runner, spec.step_sequences, window)
+    on_device.capture(spec.step_sequences)
+    return CudaExecutor(on_device, grammars)
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.wire import LoadSpec
     from penstock.worker.caps import Cap
+    from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.executor import Executor
     from penstock.worker.kv.arena import Arena
     from penstock.worker.kv.blocks import BlockPool
@@ -66,7 +67,7 @@ class Bench:
     """What a profile is measured with."""
 
     spec: LoadSpec
-    executor: Executor
+    executor: Executor | CudaExecutor
     arena: Arena
     pool: BlockPool
     meter: Meter

@@ -18,6 +18,7 @@ from penstock.worker.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.executor import Executor
     from penstock.worker.kv.arena import Arena
     from penstock.worker.kv.blocks import BlockPool
@@ -140,7 +141,12 @@ class Stress:
     """Runs trials on blocks of its own; `close` gives them back."""
 
     def __init__(
-        self, executor: Executor, arena: Arena, pool: BlockPool, meter: Meter, tokens: int
+        self,
+        executor: Executor | CudaExecutor,
+        arena: Arena,
+        pool: BlockPool,
+        meter: Meter,
+        tokens: int,
     ) -> None:
         self._executor = executor
         self._pool = pool

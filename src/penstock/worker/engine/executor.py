@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.worker.engine.grammar import Grammars
     from penstock.worker.engine.runner import Runner
     from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -37,18 +38,35 @@ class StepResult:
     forward_s: float = 0.0
 
 
-class Executor:
-    """Runs plans on one model."""
+class Launched(Protocol):
+    """A step on its way."""
 
-    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
-        self._runner = runner
+    plan: Plan
+    places: dict[Sequence, int]  # of the tokens it samples, among those left on the device
+    wants_host: bool  # nothing may be launched before its result is taken
+
+    def result(self) -> StepResult:
+        """What it gave; waits for it."""
+
+
+@dataclass(slots=True)
+class Done:
+    """A step that is over when its launch returns, as on a CPU."""
+
+    plan: Plan
+    outcome: StepResult
+    places: dict[Sequence, int] = field(default_factory=dict)
+    wants_host: bool = True
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
+class Constraints:
+    """The grammars that answers are held to, if the model's vocabulary is known."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
-        self._block_tokens = runner.arena.layout.block_tokens
-
-    def logits(self, plan: Plan) -> Tensor:
-        """Write the KV of a plan's rows; the logits of those that need them."""
-        batch = build_batch(plan, self._block_tokens, self._runner.device)
-        return self._runner.forward(batch)
 
     @property
     def constrains(self) -> bool:
@@ -67,6 +85,26 @@ class Executor:
         if self._grammars is not None:
             self._grammars.remove(request_id)
 
+
+class Executor(Constraints):
+    """Runs plans on one model."""
+
+    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
+        self._runner = runner
+        super().__init__(grammars)
+        self.model = runner.model
+        self.graph_bytes = 0
+        self._block_tokens = runner.arena.layout.block_tokens
+
+    def logits(self, plan: Plan) -> Tensor:
+        """Write the KV of a plan's rows; the logits of those that need them."""
+        batch = build_batch(plan, self._block_tokens, self._runner.device)
+        return self._runner.forward(batch).float()
+
+    def launch(self, plan: Plan, earlier: Launched | None = None) -> Launched:
+        """Start a plan, whose newest tokens may be `earlier`'s."""
+        return Done(plan, self.compute(plan))
+
     @torch.inference_mode()
     def compute(self, plan: Plan) -> StepResult:
         """One forward, and everything that follows from its logits."""
@@ -75,32 +113,52 @@ class Executor:
         pending = None if self._grammars is None else self._grammars.begin(sampling)
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         started = time.perf_counter()
-        logits = self._runner.forward(batch)
+        logits = self._runner.forward(batch).float()
         result.forward_s = time.perf_counter() - started
-        rows: list[int] = []
-        samplers: list[Slice] = []
-        row = 0
-        for piece in plan.slices:
-            first, row = row, row + piece.logit_rows
-            if piece.sequence.wants_prompt_logits:
-                _score_prompt(piece, logits[first:row], result)
-            if piece.samples:
-                rows.append(row - 1)
-                samplers.append(piece)
+        rows, samplers = sampling_rows(plan)
+        score_prompts(plan, logits, result)
         if samplers:
             among = None if len(rows) == logits.shape[0] else rows
             masks = None if pending is None else pending.result()
             result.failed = {} if masks is None else masks.failed
             sampled = sample(logits, sampling, masks, among)
-            for piece, token, scores in zip(
-                samplers, sampled.tokens, sampled.logprobs, strict=True
-            ):
-                number = piece.sequence.id
-                result.tokens[number] = token
-                output = result.outputs.setdefault(number, Output(number))
-                output.tokens = [token]
-                output.logprobs = [scores] if scores else None
+            take_tokens(samplers, sampled.tokens, sampled.logprobs, result)
         return result
+
+
+def sampling_rows(plan: Plan) -> tuple[list[int], list[Slice]]:
+    """Rows of the logits from which a token is sampled, and whose."""
+    rows, samplers, row = [], [], 0
+    for piece in plan.slices:
+        row += piece.logit_rows
+        if piece.samples:
+            rows.append(row - 1)
+            samplers.append(piece)
+    return rows, samplers
+
+
+def take_tokens(
+    samplers: list[Slice],
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None],
+    result: StepResult,
+) -> None:
+    """Sampled tokens as outputs."""
+    for piece, token, scores in zip(samplers, tokens, logprobs, strict=True):
+        number = piece.sequence.id
+        result.tokens[number] = token
+        output = result.outputs.setdefault(number, Output(number))
+        output.tokens = [token]
+        output.logprobs = [scores] if scores else None
+
+
+def score_prompts(plan: Plan, logits: Tensor, result: StepResult) -> None:
+    """Log-probabilities of prompt tokens, where they are asked for."""
+    row = 0
+    for piece in plan.slices:
+        first, row = row, row + piece.logit_rows
+        if piece.sequence.wants_prompt_logits:
+            _score_prompt(piece, logits[first:row], result)
 
 
 def _score_prompt(piece: Slice, logits: Tensor, result: StepResult) -> None:

@@ -1,4 +1,7 @@
-"""The generating engine: plan, compute, absorb. One call of `step` is one forward that succeeded.
+"""The generating engine: plan, launch, settle. One call of `step` is one forward that succeeded.
+
+Where the device works on its own, a step is planned and launched while the one before it runs, and
+its tokens are taken when the next is on its way: they come one call later, and are the same.
 
 Out of memory in a step is an event, not an end: nothing has changed yet when it happens, so caches
 are emptied and a step of half the tokens is planned instead. Only a request whose smallest step
@@ -24,8 +27,10 @@ from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
-    from penstock.worker.engine.executor import Executor, StepResult
+    from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.engine.executor import Executor, Launched
     from penstock.worker.profile import Bench, Profile
     from penstock.worker.scheduling.lengths import OutputLengths
 
@@ -44,7 +49,7 @@ class GenerateEngine:
     def __init__(self, bench: Bench, profile: Profile, ready: Ready) -> None:
         self.bench = bench
         self.profile = profile
-        self._executor: Executor = bench.executor
+        self._executor: Executor | CudaExecutor = bench.executor
         self._arena = bench.arena
         self._pool = bench.pool
         self._ready = ready
@@ -59,17 +64,25 @@ class GenerateEngine:
         self._commit_again_at: int | None = None  # the step at which the pool gets them back
         self._pool.set_limit(profile.kv_blocks)
         self._refused: list[Output] = []
+        self._flying: tuple[Launched, float] | None = None  # and when it was begun
+        self._landed_at = 0.0
         self._budget: int | None = None  # tokens of a step, while memory is found short
         self._exhausted = 0
         self._steps = 0
         self._step_tokens = 0
         self._step_s = 0.0
         self._host_s = 0.0
+        self._device_s = 0.0
 
     @property
     def lengths(self) -> OutputLengths:
         """What has been learned of the lengths of answers."""
         return self._scheduler.lengths
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, for those who measure."""
+        return self._executor.model
 
     def ready(self) -> Ready:
         """What the server should know of this model."""
@@ -168,6 +181,7 @@ class GenerateEngine:
             exhausted=self._exhausted,
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
+            device_s=self._device_s,
         )
 
     def probe(self) -> None:
@@ -176,7 +190,7 @@ class GenerateEngine:
             return  # the steps under way prove more
         self.submit(Submit(_PROBE_ID, prompt=[0], max_tokens=1, sampling=Sampling(temperature=0)))
         try:
-            outputs = self.step()
+            outputs = self.step() + self._land(None)
         finally:
             self._scheduler.cancel(_PROBE_ID)
         self._refused += [output for output in outputs if output.id != _PROBE_ID]
@@ -208,17 +222,23 @@ class GenerateEngine:
         plan: Plan | None = None
         try:
             plan = self._plan()
+            if self._flying is not None and not plan.slices:
+                outputs += self._land(None)  # whatever there is to do waits for its tokens
+                return True
             if self._refuse_the_impossible(plan, outputs):
                 return False
             self._memory.begin(plan)
-            result = self._executor.compute(plan)
+            launched = self._executor.launch(plan, self._flying and self._flying[0])
         except (MemoryError, RuntimeError) as error:
             if not exhausted(error):
                 raise
             log.warning("out of memory in a step of %s: %s", plan and plan.shape, error)
         else:
             self._memory.end(plan)
-            outputs += self._absorb(plan, result, started)
+            self._scheduler.advance(plan)
+            outputs += self._land((launched, started))
+            if launched.wants_host:
+                outputs += self._land(None)
             return True
         # The error is gone by now, and with it the frames that held the step's tensors.
         self._recover(plan, outputs)
@@ -296,12 +316,21 @@ class GenerateEngine:
         self.cancel(sequence.id)
         outputs.append(_failed(sequence.id, failure))
 
-    def _absorb(self, plan: Plan, result: StepResult, started: float) -> list[Output]:
+    def _land(self, launched: tuple[Launched, float] | None) -> list[Output]:
+        """Take the result of the step in flight; `launched` is in flight from now on."""
+        landed, self._flying = self._flying, launched
+        if landed is None:
+            return []
+        step, begun = landed
+        result, plan = step.result(), step.plan
+        gone = {piece.sequence.id for piece in plan.slices if piece.sequence.ended}
         for piece in plan.slices:
             scored = result.scored.get(piece.sequence.id)
             if scored is not None:
                 piece.sequence.scored = scored
-        finished = self._scheduler.absorb(plan, result.tokens, time.perf_counter() - started)
+        now = time.perf_counter()
+        self._step_s, self._landed_at = now - max(self._landed_at, begun), now
+        finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         for number, how in finished.items():
             result.outputs[number].finish = how
             self._executor.forget(number)
@@ -314,9 +343,9 @@ class GenerateEngine:
                 self._budget = None
         self._steps += 1
         self._step_tokens = plan.tokens
-        self._step_s = time.perf_counter() - started
-        self._host_s = self._step_s - result.forward_s
-        return list(result.outputs.values())
+        self._host_s = max(0.0, self._step_s - result.forward_s)
+        self._device_s += result.forward_s
+        return [output for output in result.outputs.values() if output.id not in gone]
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""

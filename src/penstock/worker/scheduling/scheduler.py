@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from penstock.wire import Finish, Reserve
 from penstock.worker.scheduling.gate import StepShape
 from penstock.worker.scheduling.lengths import OutputLengths, future_peak_blocks
-from penstock.worker.scheduling.sequence import Sequence
+from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,13 +168,11 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request and free its blocks; whether it was known."""
-        for group in (self._running, self._waiting):
-            for sequence in group:
-                if sequence.id == request_id:
-                    self._learn(sequence)  # a stop string ends an answer in this way too
-                    group.remove(sequence)
-                    self._free(sequence)
-                    return True
+        for sequence in (*self._running, *self._waiting):
+            if sequence.id == request_id:
+                self._learn(sequence)  # a stop string ends an answer in this way too
+                self._remove(sequence)
+                return True
         return False
 
     def plan(self, most_tokens: int | None = None) -> Plan:
@@ -193,21 +191,32 @@ class Scheduler:
 
     def absorb(self, plan: Plan, sampled: dict[int, int], duration_s: float) -> dict[int, Finish]:
         """Take a step's result: the new token of each slice that samples. Who finished, and how."""
+        self.advance(plan)
+        return self.settle(plan, sampled, duration_s)
+
+    def advance(self, plan: Plan) -> None:
+        """A step is on its way: what it will have computed, with tokens that are not known yet."""
+        for piece in plan.slices:
+            samples = piece.samples
+            piece.sequence.computed = piece.end
+            if samples:
+                piece.sequence.tokens.append(UNKNOWN)
+
+    def settle(self, plan: Plan, sampled: dict[int, int], duration_s: float) -> dict[int, Finish]:
+        """The tokens of a step that was advanced over; another may be on its way by now."""
         self._pacer.observe(len(plan.decodes), plan.chunk_tokens, duration_s)
         finished: dict[int, Finish] = {}
         for piece in plan.slices:
             sequence = piece.sequence
-            samples = piece.samples
-            sequence.computed = piece.end
-            if not samples:
+            if sequence.ended or sequence.id not in sampled:
                 continue
             token = sampled[sequence.id]
-            sequence.tokens.append(token)
-            if end := _finish(sequence, token):
+            sequence.tokens[piece.end] = token
+            if end := _finish(sequence, token, piece.end + 1 - sequence.prompt_tokens):
                 finished[sequence.id] = end
+                del sequence.tokens[piece.end + 1 :]
                 self._learn(sequence)
-                self._running.remove(sequence)
-                self._free(sequence)
+                self._remove(sequence)
         return finished
 
     def shrink(self) -> None:
@@ -249,7 +258,7 @@ class Scheduler:
         # While the oldest is not decoding, its chunk must find room beside them.
         oldest = self._running[0]
         base, first = StepShape(), 0
-        if not oldest.decoding:
+        if not oldest.decoding and not oldest.complete:
             first = min(oldest.pending, FLOOR_TOKENS, max(1, budget - len(decoding)))
             rows = first if oldest.wants_prompt_logits else 1
             base = base.plus(first, oldest.computed + first, rows)
@@ -268,7 +277,7 @@ class Scheduler:
         for sequence in list(self._running):
             if budget <= 0:
                 return
-            if not sequence.decoding and sequence.blocks:
+            if not sequence.decoding and not sequence.complete and sequence.blocks:
                 budget -= self._plan_chunk(sequence, budget, plan)
         while budget > 0 and self._admit():
             budget -= self._plan_chunk(self._running[-1], budget, plan)
@@ -311,6 +320,8 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._limits.sequences:
             return False
         sequence = self._waiting[0]
+        if sequence.tokens[-1] == UNKNOWN:
+            return False  # gave way with a token on its way: the next step knows it
         if self._blocks_for(len(sequence.tokens)) > self._pool.free:
             return False
         if self._running and not self._fits_to_the_end(sequence):
@@ -364,6 +375,15 @@ class Scheduler:
         if sequence.generated and sequence.request.max_tokens > 1:
             self.lengths.observe(sequence.generated)
 
+    def _remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, which may have given way while its last token was on its way."""
+        sequence.ended = True
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._free(sequence)
+
     def _free(self, sequence: Sequence) -> None:
         self._pool.give(sequence.blocks)
         sequence.blocks = []
@@ -382,10 +402,10 @@ def _largest(least: int, most: int, admits: Callable[[int], bool]) -> int:
     return least
 
 
-def _finish(sequence: Sequence, token: int) -> Finish | None:
+def _finish(sequence: Sequence, token: int, generated: int) -> Finish | None:
     request = sequence.request
-    if token in request.stop_token_ids and sequence.generated > request.min_tokens:
+    if token in request.stop_token_ids and generated > request.min_tokens:
         return Finish.STOP
-    if sequence.generated >= request.max_tokens:
+    if generated >= request.max_tokens:
         return Finish.LENGTH
     return None

@@ -457,3 +457,53 @@ def test_a_smaller_limit_makes_the_youngest_give_way() -> None:
     scheduler.shrink()
     assert (scheduler.running, scheduler.waiting) == (1, 2)
     scheduler.check()
+
+
+def launch(scheduler: Scheduler) -> tuple[Plan, dict[int, int]]:
+    """Plan a step and let it fly; what it will have sampled."""
+    plan = scheduler.plan()
+    sampled = {piece.sequence.id: 1 for piece in plan.slices if piece.samples}
+    scheduler.advance(plan)
+    scheduler.check()
+    return plan, sampled
+
+
+def test_a_step_is_planned_over_tokens_that_are_not_known_yet() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(submit(1, 3, 3))
+    flying = launch(scheduler)
+    generated = []
+    while scheduler.has_work():
+        before, flying = flying, launch(scheduler)
+        generated.append(flying[0].tokens)
+        scheduler.settle(*before, 0.0)
+    # Two more rows, then nothing: the last token is on its way and needs no row of its own.
+    assert generated == [1, 1, 0]
+
+
+def test_an_answer_that_ends_in_flight_drops_what_was_launched_for_it() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(submit(1, 3, 9, stop_token_ids=[STOP_TOKEN]))
+    first, _ = launch(scheduler)
+    second, _ = launch(scheduler)
+    sequence = first.slices[0].sequence
+    assert scheduler.settle(first, {1: STOP_TOKEN}, 0.0) == {1: Finish.STOP}
+    assert scheduler.settle(second, {1: 1}, 0.0) == {}
+    assert sequence.tokens[3:] == [STOP_TOKEN]
+    assert not scheduler.has_work()
+    scheduler.check()
+
+
+def test_who_gives_way_in_flight_comes_back_with_the_token() -> None:
+    scheduler = make_scheduler(blocks=4)
+    expect_short_answers(scheduler)
+    scheduler.add(submit(1, 3, 12))
+    scheduler.add(submit(2, 3, 12))
+    flying = launch(scheduler)
+    finished: dict[int, Finish] = {}
+    for _ in range(40):
+        before, flying = flying, launch(scheduler)
+        finished |= scheduler.settle(*before, 0.0)
+        scheduler.check()
+    assert scheduler.preemptions > 0
+    assert finished == {1: Finish.LENGTH, 2: Finish.LENGTH}

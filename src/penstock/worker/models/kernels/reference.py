@@ -28,6 +28,24 @@ class ReferenceKernels:
     def adopt(self, model: Module) -> None:
         """The model's own parts are good enough here."""
 
+    def attend(
+        self,
+        rows: Tensor,
+        new: tuple[Tensor, Tensor],
+        blocks: tuple[Tensor, Tensor],
+        batch: Batch,
+        masking: Masking,
+    ) -> Tensor:
+        """All rows of a batch: decodes together, then chunk by chunk."""
+        keys, values = blocks
+        self.store(*new, keys, values, batch)
+        out = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[3])
+        if batch.decodes:
+            self.decode(rows[: batch.decodes], keys, values, batch, masking, out)
+        for span in batch.chunks:
+            self.chunk(rows, keys, values, span, masking, out)
+        return out
+
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
     ) -> None:
