@@ -274,10 +274,13 @@ def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
     with client.responses.stream(
         model=MODEL, input="Say hello.", max_output_tokens=6, temperature=0
     ) as stream:
-        numbers = [event.sequence_number for event in stream]
-        final = stream.get_final_response()
-    assert numbers == list(range(len(numbers)))
-    assert final.output_text == first.output_text
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == f"response.{first.status}"
+    assert last.type in {"response.completed", "response.incomplete"}
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == first.output_text
     second = client.responses.create(
         model=MODEL, input="Again.", previous_response_id=first.id, max_output_tokens=2
     )
