@@ -84,10 +84,8 @@ def profile(bench: Bench) -> Profile:
     _warm_up(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
     if stored is not None and _applies(bench, stored):
-        limits = _limits(bench.limits, stored.step_tokens)
-        _run_largest(bench, limits)
         try:
-            return _validated(bench, limits, stored.cost)
+            return _validated(bench, _limits(bench.limits, stored.step_tokens), stored.cost)
         except ModelTooLarge as error:
             log.warning("the stored profile does not hold, so it is measured anew: %s", error)
     limits, cost = _stress(bench)
@@ -131,16 +129,11 @@ def _warm_up(bench: Bench) -> None:
     bench.cap.settle()
 
 
-def _run_largest(bench: Bench, limits: StepLimits) -> None:
-    """The first step of its size also takes what libraries keep from then on: it does not count."""
-    _measure(bench, limits, [_reach(bench, limits).everything()])
-    bench.cap.settle()
-
-
 def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
     """The largest step that leaves enough KV, halving from what was asked; and its cost model."""
     limits = bench.limits
-    _run_largest(bench, limits)
+    # The first step of its size also takes what libraries keep from then on: it does not count.
+    _measure(bench, limits, [_reach(bench, limits).everything()])
     while True:
         cost = _measure(bench, limits, _reach(bench, limits).trials())
         if cost is not None and _leaves_enough(bench, limits, cost):
@@ -194,7 +187,13 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
         blocks = arena.blocks_within(room)
         retries = RETRIES
     whole_bytes = arena.bytes_for(blocks)
-    for attempt in range(retries + 1):
+    for failures in range(retries + 2):
+        # The first step of its size also takes what libraries keep from then on, so it has two
+        # attempts before anything shrinks.
+        if failures > 1:
+            smaller = arena.blocks_within(int(arena.bytes_for(blocks) * SHRINK))
+            blocks = min(smaller, blocks - 1)
+            log.warning("the KV arena did not stand the test; it shrinks to %d blocks", blocks)
         if blocks < 2:
             break
         # What is taken from KV is the step's: it was the step that did not find its memory.
@@ -204,10 +203,6 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
         if _survives(bench, found):
             # Everything is in place now; libraries have what they keep.
             return dataclasses.replace(found, held_bytes=_baseline(bench))
-        if attempt < retries:
-            smaller = arena.blocks_within(int(arena.bytes_for(blocks) * SHRINK))
-            blocks = min(smaller, blocks - 1)
-            log.warning("the KV arena did not stand the test; it shrinks to %d blocks", blocks)
     raise _too_large(bench, limits, cost, f"validation failed after {retries} retries")
 
 
@@ -251,7 +246,9 @@ def _profile_of(
 
 def _largest_step(cost: CostModel, limits: StepLimits) -> int:
     context = max(point.context for point in cost.measured)
-    return cost.step(limits.tokens, limits.sequences, context, limits.logit_rows)
+    # Prompts with log-probabilities have what is left beside a row for every sequence, and are
+    # sequences themselves.
+    return cost.step(limits.tokens, limits.sequences, context, limits.logit_rows - 1)
 
 
 def _kv_room(bench: Bench, size_bytes: int) -> int:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.scheduler import StepLimits
 
-# Measuring is about this good: pages are counted per processor and summed up now and then, and
-# what a heap hands out depends a little on what came before.
-_NOISE_BYTES = 3 << 20
+# Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
+# what came before, and pages are counted per processor and summed up now and then.
+_NOISE_BYTES = 4 << 20
 _NOISE_SHARE = 0.05
 _LOGPROBS = 20
 
