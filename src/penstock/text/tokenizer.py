@@ -29,14 +29,7 @@ from tokenizers.models import BPE
 
 from penstock.errors import BadRequest, ModelUnusable
 from penstock.text.decoder import StreamDecoder
-from penstock.text.seams import (
-    PIECE_CHARS,
-    Spec,
-    can_be_cut,
-    longest_piece,
-    longest_token_bytes,
-    pieces,
-)
+from penstock.text.seams import PIECE_CHARS, Spec, can_be_cut, pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,9 +47,6 @@ _SHORT_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 _LONG_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize-long")
 
 _LARGEST_ID = 2**32 - 1  # what the library can be asked about at all
-
-# Bytes that the library takes per byte of a text it works on: 213 measured at most.
-_ENCODE_FACTOR = 214
 
 
 class Tokenizer:
@@ -85,7 +75,6 @@ class Tokenizer:
         vocabulary = self._raw.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self._cuttable = can_be_cut(spec)
-        self._longest_token_bytes = longest_token_bytes(spec, vocabulary)
         added = self._raw.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_contents = {token.content for token in added.values() if token.special}
@@ -144,17 +133,6 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(
             threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
-
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text cannot fall below, without encoding it."""
-        if self._longest_token_bytes is None:
-            return 0
-        return len(text) // self._longest_token_bytes  # a character has at least one byte
-
-    def encoding_bytes(self, text: str) -> int:
-        """What `encode` takes at most while it works, its answer aside."""
-        chars = min(_WIDTH * longest_piece(text), len(text)) if self._cuttable else len(text)
-        return chars * _ENCODE_FACTOR * (1 if text.isascii() else 2)
 
     def _encodings(self, texts: list[str], add_special_tokens: bool) -> list[Encoding]:
         _make_pool()  # here, since whoever calls first makes one, of threads like its own
