@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.model or starter_folder()
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    spec = LoadSpec(folder.name, str(folder), "cpu", "float32", kv_bytes=2 << 30)
+    spec = LoadSpec(folder.name, str(folder), "cpu", "float32", memory_bytes=2 << 30)
     engine = load_engine(spec, lambda *_: None)
     figures: dict[str, Any] = {}
     for streams in (1, 8):

@@ -6,6 +6,7 @@
     ├── Unauthorized          401
     ├── Forbidden             403  a Host or Origin that this server does not answer to
     ├── UnknownModel          404
+    ├── UnknownResponse       404  no stored response of that id
     ├── UnknownRoute          404  no such address
     ├── MethodNotAllowed      405
     ├── BodyTooLarge          413
@@ -87,6 +88,14 @@ class UnknownModel(PenstockError):  # noqa: N818
 
     status = 404
     code = "model_not_found"
+    anthropic = (404, "not_found_error")
+
+
+class UnknownResponse(PenstockError):  # noqa: N818
+    """No stored response of that id, or it is another's."""
+
+    status = 404
+    code = "response_not_found"
     anthropic = (404, "not_found_error")
 
 

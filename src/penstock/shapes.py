@@ -74,13 +74,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=512,
         dtype="float32",
     ),
-    # 64 layers x 4 heads x 128 x (K and V) x 4 bytes = 256 KiB of KV a token, but few weights.
+    # 8 layers x 32 heads x 128 x (K and V) x 4 bytes = 256 KiB of KV a token, but few weights.
     "big-kv": _llama(
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=32,
         head_dim=128,
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
@@ -122,6 +122,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    # 128 experts of which 8 see a token: 30 billion weights, 3 billion of them for each.
+    "qwen3-30b-a3b": _qwen3(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -139,8 +156,10 @@ def shape_config(name: str) -> dict[str, Any]:
 def count_parameters(config: dict[str, Any]) -> int:
     """Exactly the parameters that transformers builds for a configuration of an offered family."""
     family = config.get("model_type")
-    if family not in ("llama", "qwen3"):
-        raise ModelUnusable(f"Random weights exist for llama and qwen3 shapes, not for {family!r}.")
+    if family not in ("llama", "qwen3", "qwen3_moe"):
+        raise ModelUnusable(
+            f"Random weights exist for llama, qwen3 and qwen3_moe shapes, not for {family!r}."
+        )
     try:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         head_dim = config["head_dim"]
@@ -151,8 +170,12 @@ def count_parameters(config: dict[str, Any]) -> int:
     except KeyError as missing:
         raise ModelUnusable(f"The shape has no {missing.args[0]}.") from None
     attention = 2 * hidden * query + 2 * hidden * key_value
-    norms = 2 * hidden + (2 * head_dim if family == "qwen3" else 0)
-    layer = attention + 3 * hidden * inner + norms
+    norms = 2 * hidden + (0 if family == "llama" else 2 * head_dim)
+    feed_forward = 3 * hidden * inner
+    if family == "qwen3_moe":
+        experts = config["num_experts"]
+        feed_forward = experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
+    layer = attention + feed_forward + norms
     return int(embedding * (1 if tied else 2) + layer_count * layer + hidden)
 
 

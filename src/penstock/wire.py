@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the annotation
+
 if TYPE_CHECKING:
     import socket
 
 MAX_FRAME_BYTES = 256 << 20  # a guard against a broken peer, far above any real message
 _HEADER = struct.Struct(">I")
+
+
+class Reserve(Enum):
+    """How much KV a request must find before it joins the batch."""
+
+    EXPECTED = "expected"  # what such requests have come to; a wrong guess is computed again later
+    WORST_CASE = "worst_case"  # all it may ever hold: nobody ever gives way
 
 
 class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -27,7 +36,12 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     path: str  # a model folder in Hugging Face layout
     device: str  # "cpu" or "cuda:0", already resolved
     dtype: str  # "auto", "float32", "bfloat16", "float16"
-    kv_bytes: int  # the most the KV arena may commit
+    memory_bytes: int  # the grant: KV and the largest step together, weights aside
+    largest_memory_bytes: int | None = None  # the most a later `Grant` may come to; None: this one
+    kv_tokens: int | None = None  # the user's own size of the KV; None: what the grant leaves
+    profile_dir: str | None = None  # where measured costs are kept between loads
+    reserve: Reserve = Reserve.EXPECTED
+    capped: bool = True  # enforce the grant; off where several engines share a process
     max_context: int | None = None  # the user's own limit below the model's window
     step_tokens: int = 1024  # the most tokens computed in one step
     step_sequences: int = 64  # the most sequences in one step
@@ -51,6 +65,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # None: off; else how many alternatives besides the chosen token
 
 
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the model's reasoning ends, and how long it may be. A grammar holds from there on."""
+
+    end: list[int]  # the tokens that close it; written for the model when the budget is spent
+    start: int | None = None  # the token that opens it, if the model may do so itself
+    open: bool = False  # the prompt has opened it already
+    budget: int | None = None  # tokens
+
+
 class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     """A request: token ids in, tokens out. `id` is unique in the life of the worker."""
 
@@ -62,6 +85,8 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     min_tokens: int = 0  # no stop token is chosen before that many
     prompt_logprobs: int | None = None  # like Sampling.logprobs, for the prompt's own tokens
     priority: int = 0
+    grammar: str | None = None  # what the answer must match, as llguidance reads it
+    thinking: Thinking | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -80,7 +105,20 @@ class Shutdown(msgspec.Struct, tag=True):
     """Finish the step in hand and exit."""
 
 
-ToWorker = Submit | Cancel | Probe | Shutdown
+class Grant(msgspec.Struct, tag=True):
+    """What the worker may hold from now on; answered with `Freed`."""
+
+    kv_bytes: int
+    step_bytes: int
+
+
+class Shed(msgspec.Struct, tag=True):
+    """Take so many bytes from the KV grant, as far as running requests allow; then `Freed`."""
+
+    bytes: int
+
+
+ToWorker = Submit | Cancel | Probe | Grant | Shed | Shutdown
 
 
 class Finish(Enum):
@@ -138,6 +176,14 @@ class Status(msgspec.Struct):
     host_s: float  # the part of it in which the device had nothing to do
     preemptions: int  # since start
     steps: int  # since start
+    private_bytes: int = 0  # of this process, when last read
+    kv_committed_bytes: int = 0  # memory behind the arena
+    predicted_bytes: int = 0  # what the cost model said of the latest step
+    measured_bytes: int = 0  # what it took
+    exhausted: int = 0  # steps that ran out of memory and were taken back, since start
+    widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
+    expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
+    device_s: float = 0.0  # in which the device computed, since start
 
 
 class Step(msgspec.Struct, tag=True):
@@ -166,6 +212,17 @@ class Ready(msgspec.Struct, tag=True):
     kv_tokens: int  # what the arena can hold
     context: int  # the longest sequence served: min(window, kv_tokens)
     load_s: float
+    cost: CostModel
+    process_bytes: int  # private bytes with everything but KV and steps in place, weights included
+    step_bytes: int  # the envelope of the largest step
+    kv_bytes: int  # what the arena was sized to
+    step_tokens: int  # the largest step, after halving
+    graph_bytes: int = 0  # kept by captured steps, on the device
+    outer_cap: str | None = None  # the control group around the worker, if one could be made
+    # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
+    # depending on who else has them open, so this cannot be told from `process_bytes`.
+    overhead_bytes: int = 0
+    copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -180,7 +237,14 @@ class Alive(msgspec.Struct, tag=True):
     number: int
 
 
-FromWorker = Step | Loading | Ready | LoadFailed | Alive
+class Freed(msgspec.Struct, tag=True):
+    """The answer to `Shed` and `Grant`: what went back to the system, and what may be held now."""
+
+    bytes: int
+    kv_bytes: int  # the arena's limit from now on: never less than its requests need to finish
+
+
+FromWorker = Step | Loading | Ready | LoadFailed | Alive | Freed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODEL = "SmolLM2-135M-Instruct"
+KV_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 4  # layers, heads, values, K and V, float32
 HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
 PARIS = "The capital of France is"
 
@@ -164,11 +168,11 @@ def test_errors_have_the_packages_own_classes(client: openai.OpenAI) -> None:
     assert isinstance(long.value.body, dict)
     assert long.value.body["penstock"] == {
         "reason": "window",
-        "domain": None,
+        "domain": "ram",
         "needed_tokens": 8193,
         "limit_tokens": 8192,
-        "needed_bytes": None,
-        "limit_bytes": None,
+        "needed_bytes": (8192 + 16) * KV_BYTES_PER_TOKEN,  # in whole blocks
+        "limit_bytes": 8192 * KV_BYTES_PER_TOKEN,
     }
 
 
@@ -193,3 +197,104 @@ def test_a_client_that_leaves_cancels(client: openai.OpenAI) -> None:
             return
         time.sleep(0.1)
     pytest.fail("the requests of clients that left are still running")
+
+
+class _Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    age: int = pydantic.Field(ge=0, le=120)
+
+
+def test_structured_output_with_the_packages_helper(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Invent a person."}],
+        max_tokens=60,
+        temperature=0,
+        response_format=_Person,
+    )
+    person = answer.choices[0].message.parsed
+    assert person is not None
+    assert 0 <= person.age <= 120
+
+
+def test_other_forms(client: openai.OpenAI) -> None:
+    chosen = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=9, extra_body={"guided_choice": ["red", "blue"]}
+    )
+    assert chosen.choices[0].message.content in {"red", "blue"}
+    matched = client.completions.create(
+        model=MODEL, prompt=PARIS, max_tokens=9, extra_body={"guided_regex": "[0-9]{3}-[a-c]"}
+    )
+    assert re.fullmatch("[0-9]{3}-[a-c]", matched.choices[0].text)
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+            },
+        )
+
+
+def test_a_required_call_streams_its_arguments(client: openai.OpenAI) -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        max_tokens=60,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    ) as stream:
+        kinds = [event.type for event in stream]
+        [choice] = stream.get_final_completion().choices
+    assert kinds.count("tool_calls.function.arguments.delta") > 2
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls or []
+    assert list(json.loads(call.function.arguments)) == ["city"]
+
+
+def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
+    first = client.responses.create(
+        model=MODEL, input="Say hello.", max_output_tokens=6, temperature=0
+    )
+    assert "hello" in first.output_text.lower()
+    with client.responses.stream(
+        model=MODEL, input="Say hello.", max_output_tokens=6, temperature=0
+    ) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == f"response.{first.status}"
+    assert last.type in {"response.completed", "response.incomplete"}
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == first.output_text
+    second = client.responses.create(
+        model=MODEL, input="Again.", previous_response_id=first.id, max_output_tokens=2
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(second.id).output == second.output
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
+def test_a_response_of_a_given_form(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model=MODEL, input="Invent a person.", max_output_tokens=60, text_format=_Person
+    )
+    assert parsed.output_parsed is not None

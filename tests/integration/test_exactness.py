@@ -22,7 +22,7 @@ from penstock.testing.exactness import (
     start_engine,
 )
 from penstock.wire import Sampling, Submit, TokenLogprobs
-from penstock.worker.engine import generate
+from penstock.worker.engine import executor
 from penstock.worker.engine.batch import Batch, build_batch
 from penstock.worker.kv import arena
 from penstock.worker.models import attention
@@ -115,7 +115,7 @@ def test_one_wrong_entry_in_a_block_table_is_seen(
         finally:
             blocks[0] = right
 
-    monkeypatch.setattr(generate, "build_batch", misdirected)
+    monkeypatch.setattr(executor, "build_batch", misdirected)
     with pytest.raises(Mismatch):
         compare_running(models, "llama", engine)
     assert wrong == 1
@@ -132,7 +132,7 @@ def test_reading_one_slot_too_many_is_seen(
 
     with poisoned_blocks():
         engine = start_engine(models.folder("llama"), Mode("at once"))
-        monkeypatch.setattr(generate, "build_batch", greedy_reader)
+        monkeypatch.setattr(executor, "build_batch", greedy_reader)
         with pytest.raises((Mismatch, ArithmeticError)):  # a kernel may notice by itself
             compare_running(models, "llama", engine)
 

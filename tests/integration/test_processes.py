@@ -20,6 +20,8 @@ import pytest
 import uvloop
 
 from penstock.errors import BadRequest, InternalError, Overloaded, WorkerLost
+from penstock.memory.control_group import worker_group
+from penstock.memory.gauge import memory_groups
 from penstock.server import output_log
 from penstock.server.supervisor import Supervisor, WorkerHandle
 from penstock.server.template import WORKER_ENVIRONMENT
@@ -36,7 +38,7 @@ LONG = 1 << 30
 
 def spec(folder: Path, model: FakeModel | None = None, name: str = "fake") -> LoadSpec:
     (model or FakeModel()).write(folder)
-    return LoadSpec(name, str(folder), "cpu", "float32", kv_bytes=1 << 20)
+    return LoadSpec(name, str(folder), "cpu", "float32", memory_bytes=1 << 20)
 
 
 def request(max_tokens: int = LONG) -> Submit:
@@ -193,7 +195,7 @@ def test_a_worker_whose_server_is_gone_exits_whatever_it_does(
                 home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
             )
             worker = await supervisor.start(
-                LoadSpec("m", str(home / "m"), "cpu", "float32", kv_bytes=1 << 20)
+                LoadSpec("m", str(home / "m"), "cpu", "float32", memory_bytes=1 << 20)
             )
             if {behaviour.load_s} == 0:
                 await worker.ready
@@ -423,5 +425,30 @@ def test_the_real_template_has_one_thread_and_its_forks_can_use_torch(tmp_path: 
                 await worker.ready
         finally:
             await supervisor.close()
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("moment", ["while it loads", "once it serves"])
+def test_the_control_group_of_a_dead_worker_is_removed(tmp_path: Path, moment: str) -> None:
+    """The group is made here as a worker makes its own: the fake engine has no cap to set."""
+
+    async def scenario() -> None:
+        model = FakeModel(load_s=30.0 if moment == "while it loads" else 0.0)
+        async with fake_supervisor(tmp_path) as supervisor:
+            worker = await supervisor.start(spec(tmp_path / "model", model))
+            if moment == "once it serves":
+                await worker.ready
+            parent, (limit_file, _) = next(memory_groups())
+            group = worker_group(parent, worker.pid)
+            try:
+                group.mkdir()
+                (group / "cgroup.procs").write_text(str(worker.pid))
+            except OSError:
+                pytest.skip("no control group can be made here")
+            assert (group / limit_file).exists()
+            worker.kill(signal.SIGKILL)
+            await worker.ended
+            assert not group.exists()
 
     uvloop.run(scenario())

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +15,9 @@ import pytest
 from penstock.catalog import Catalog
 from penstock.config import ModelSettings, ModelsSettings
 from penstock.errors import ModelTooLarge, Overloaded, UnknownModel, WorkerLost
-from penstock.memory.limits import GIB
-from penstock.server import residency as module
+from penstock.memory.ledger import Ledger, Purpose
+from penstock.memory.limits import GIB, MIB
+from penstock.server import model as module
 from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel, lives
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from penstock.server.client import ModelClient
 
 SHAPE = "random:tiny-llama"
+PATIENCE_S = 30.0
+LIMIT = 480 * MIB
 
 
 class Server:
@@ -42,8 +44,14 @@ class Server:
         self.supervisor = Supervisor(
             home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
         )
+        self.ledger = Ledger({"ram": limit})
         self.residency = Residency(
-            self.catalog, self.supervisor, {"ram": limit}, settings or ModelsSettings(device="cpu")
+            self.catalog,
+            self.supervisor,
+            self.ledger,
+            settings or ModelsSettings(device="cpu"),
+            profile_dir=home / "profiles",
+            patience_s=PATIENCE_S,
         )
 
     def add(self, name: str, behaviour: FakeModel | None = None) -> Path:
@@ -70,6 +78,9 @@ def serve(
         finally:
             await server.residency.close()
             await server.supervisor.close()
+        server.ledger.check()
+        # Every byte of every model is back, however its life went.
+        assert set(server.ledger.snapshot()["ram"].owners) <= {"template"}
 
     asyncio.run(body())
 
@@ -219,9 +230,7 @@ def test_a_refused_load_is_told_to_all_and_tried_again_later(
             await one()
         assert lives(folder) == 1
         assert server.row("m")["state"] == "failed"
-        # Only the residency's clock: event loops of other servers go by the real one.
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 7200)
-        monkeypatch.setattr(module, "time", later)
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 7200)
         await one()
         assert lives(folder) == 2
         assert server.row("m")["state"] == "ready"
@@ -257,23 +266,126 @@ def test_an_unload_waits_for_leases_and_new_ones_load_again(tmp_path: Path) -> N
     serve(tmp_path, scenario)
 
 
-def test_a_second_model_that_finds_no_room_is_refused_until_the_first_goes(tmp_path: Path) -> None:
+def kv_of(server: Server, name: str) -> int:
+    kv: int = server.row(name)["kv_bytes"]
+    return kv
+
+
+def test_a_second_model_takes_unused_kv_of_the_first(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        # A tiny window would need almost nothing: KV for hundreds of windows is of no use.
+        server.add("a")
+        server.add("b")
+        async with server.residency.lease("a") as (_, client):
+            await answer(client)
+        alone = kv_of(server, "a")
+        async with server.residency.lease("b"), server.residency.lease("a") as (_, again):
+            assert again is client  # it was not unloaded
+            assert kv_of(server, "a") < alone
+            assert kv_of(server, "b") >= 32 * 1024
+            server.ledger.check()
+            booked = server.ledger.snapshot()["ram"].booked_bytes
+            assert booked <= LIMIT
+        await server.residency.unload("b")
+        assert kv_of(server, "a") == alone  # and has it back
+
+    serve(tmp_path, scenario, limit=LIMIT)
+
+
+def test_an_idle_model_goes_for_one_that_needs_its_room(tmp_path: Path) -> None:
+    settings = ModelsSettings(device="cpu", kv_bytes=GIB // 2)
+
+    async def scenario(server: Server) -> None:
+        first, _, third = (server.add(name) for name in "abc")
+        for name in "ab":
+            async with server.residency.lease(name):
+                pass
+        assert [server.row(n)["state"] for n in "ab"] == ["ready", "ready"]
+        async with server.residency.lease("c"):
+            # The longest unused went, and only that.
+            assert [server.row(n)["state"] for n in "abc"] == ["absent", "ready", "ready"]
+            server.ledger.check()
+        assert (lives(first), lives(third)) == (1, 1)
+
+    serve(tmp_path, scenario, limit=1800 * MIB, settings=settings)
+
+
+def test_a_load_waits_for_a_leased_model_and_for_its_turn(tmp_path: Path) -> None:
     settings = ModelsSettings(device="cpu", kv_bytes=GIB)
+
+    async def scenario(server: Server) -> None:
+        for name in "abc":
+            server.add(name)
+        order: list[str] = []
+
+        async def use(name: str) -> None:
+            async with server.residency.lease(name):
+                order.append(name)
+
+        async with held(server, "a") as release:
+            second = asyncio.create_task(use("b"))
+            await asyncio.sleep(0.05)
+            third = asyncio.create_task(use("c"))
+            await asyncio.sleep(0.2)
+            assert order == []
+            release.set()
+            await asyncio.gather(second, third)
+        assert order == ["b", "c"]
+
+    serve(tmp_path, scenario, limit=2 * GIB, settings=settings)
+
+
+def test_a_pinned_model_stays_and_its_neighbour_is_refused_with_numbers(tmp_path: Path) -> None:
+    pinned = ModelSettings(device="cpu", kv_bytes=GIB, pinned=True)
+    settings = ModelsSettings(device="cpu", kv_bytes=GIB, named={"a": pinned})
 
     async def scenario(server: Server) -> None:
         server.add("a")
         folder = server.add("b")
         async with server.residency.lease("a"):
             pass
-        with pytest.raises(ModelTooLarge, match="unload one"):
+        with pytest.raises(ModelTooLarge, match=r"memory\.limit") as caught:
             async with server.residency.lease("b"):
                 pass
+        assert caught.value.numbers is not None
+        assert caught.value.numbers["needed_bytes"] > caught.value.numbers["limit_bytes"]
         assert lives(folder) == 0
-        await server.residency.unload("a")
+        await server.residency.unload("a")  # by the user's own wish
         async with server.residency.lease("b"):
             pass
 
     serve(tmp_path, scenario, limit=2 * GIB, settings=settings)
+
+
+def test_a_model_that_is_alone_too_large_is_refused_before_a_process_is_made(
+    tmp_path: Path,
+) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("a")
+        with pytest.raises(ModelTooLarge, match="does not fit into ram"):
+            async with server.residency.lease("a"):
+                pass
+        assert lives(folder) == 0
+
+    serve(tmp_path, scenario, limit=200 * MIB)
+
+
+def test_bytes_of_an_unload_settle_until_the_process_is_reaped(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        server.add("m", FakeModel(step_s=0.3))
+        async with server.residency.lease("m") as (_, client):
+            stuck = asyncio.create_task(answer(client, 1))
+            await asyncio.sleep(0.05)  # it is in its step, which Shutdown waits for
+        held_bytes = server.row("m")["bytes"]
+        unload = asyncio.create_task(server.residency.unload("m"))
+        await asyncio.sleep(0.05)
+        owners = server.ledger.snapshot()["ram"].owners
+        assert owners["model:m"] == {Purpose.SETTLING: held_bytes}
+        assert await unload is True
+        assert "model:m" not in server.ledger.snapshot()["ram"].owners
+        await asyncio.gather(stuck, return_exceptions=True)
+
+    serve(tmp_path, scenario)
 
 
 def test_settings_of_a_model_reach_its_worker(tmp_path: Path) -> None:
@@ -285,7 +397,7 @@ def test_settings_of_a_model_reach_its_worker(tmp_path: Path) -> None:
         server.add("m")
         async with server.residency.lease("m") as (_, client):
             assert client.ready.context == 100
-            assert client.ready.kv_tokens == 4096
+            assert client.ready.kv_tokens * 1024 <= 4 << 20
 
     serve(tmp_path, scenario, settings=settings)
 

@@ -39,6 +39,7 @@ def test_later_wins_and_says_so() -> None:
     assert (settings.server.port, settings.server.host) == (3, "b")
     origins = {key: origin for key, _, origin in settings.values()}
     assert origins["server.port"] == "flag --port"
+    assert load(flags={"memory.limit": "2GiB"}).origins["memory.limit"] == "flag --memory"
     assert origins["server.host"] == "environment PENSTOCK_SERVER_HOST"
     assert origins["server.log_level"] == "given.toml"
     assert origins["server.max_body"] == "default"

@@ -57,6 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_client(_command(commands, "ps", "models:ps", "show the models that a server has loaded"))
 
+    plan = _command(commands, "plan", "plan:plan", "show what fits of a model: bytes, context")
+    _add_client(plan)
+    plan.add_argument("model", metavar="MODEL", help="which model")
+    plan.add_argument("--context", metavar="N", type=_positive, help="tokens of one sequence")
+    plan.add_argument("--concurrency", metavar="N", type=_positive, help="sequences at once")
+    plan.add_argument("--memory", metavar="LIMIT", help="as of `serve`, when no server runs")
+    plan.add_argument(
+        "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
+    )
+
     chat = _command(commands, "chat", "chat:chat", "talk to a model in the terminal")
     _add_client(chat)
     chat.add_argument("--model", metavar="NAME", help="which model; default: the server's choice")
@@ -65,8 +75,41 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", metavar="T", type=float, help="0 is the same every time")
     chat.add_argument("prompt", nargs="?", help="ask this one thing and leave")
 
-    _command(commands, "doctor", "doctor:doctor", "show every setting and where it comes from")
+    _add_bench(commands)
+
+    doctor = _command(
+        commands, "doctor", "doctor:doctor", "show every setting and memory number, and its origin"
+    )
+    doctor.add_argument("--memory", metavar="LIMIT", help="as of `serve`")
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure an engine or a server")
+    kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    engine = _command(kinds, "engine", "bench:engine", "decode and prefill of a model, no server")
+    engine.add_argument("--model", metavar="NAME", required=True, help="which; also random:SHAPE")
+    engine.add_argument("--device", metavar="cpu|cuda:N", help="where; the GPU if there is one")
+    engine.add_argument("--dtype", metavar="auto|float32|bfloat16", help="number format")
+    engine.add_argument("--streams", metavar="N,N", help="decode with so many at once (1,32)")
+    engine.add_argument("--context", metavar="N", type=_positive, help="tokens before that (512)")
+    engine.add_argument("--new", metavar="N", type=_positive, help="tokens of each stream (128)")
+    engine.add_argument("--prefill", metavar="N,N", help="prompts of so many tokens")
+    serve = _command(kinds, "serve", "bench:serve", "many clients of a running server")
+    _add_client(serve)
+    serve.add_argument("--model", metavar="NAME", help="which; may be left out if it is the only")
+    serve.add_argument("--clients", metavar="N", type=_positive, default=32, help="at once (32)")
+    serve.add_argument("--requests", metavar="N", type=_positive, default=128, help="in all (128)")
+    serve.add_argument("--input", metavar="N", type=_positive, default=512, help="tokens in (512)")
+    serve.add_argument("--output", metavar="N", type=_positive, default=128, help="out (128)")
+    serve.add_argument("--temperature", metavar="T", type=float, default=0.0, help="greedy if 0")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def _command(
@@ -111,6 +154,9 @@ def flags_of(options: argparse.Namespace) -> dict[str, object]:
         "dtype": ["models.dtype"],
         "memory": ["memory.limit", "memory.gpu_limit"],
     }
+    if options.run == "plan:plan":
+        # There the model is what is asked about, and the key is the client's.
+        names = {name: keys for name, keys in names.items() if name in {"models", "memory"}}
     return {
         key: value
         for name, keys in names.items()

@@ -19,6 +19,10 @@ class RemoteError(PenstockError):
     """The server cannot be reached or has refused."""
 
 
+class NoServer(RemoteError):  # noqa: N818 - named for what is the case
+    """Nobody listens there."""
+
+
 @contextmanager
 def connect(options: argparse.Namespace) -> Iterator[httpx.Client]:
     """A client for the server that `--url`, `--api-key` and the settings point to."""
@@ -35,7 +39,7 @@ def connect(options: argparse.Namespace) -> Iterator[httpx.Client]:
         ) as client:
             yield client
     except httpx.ConnectError:
-        raise RemoteError(
+        raise NoServer(
             f"There is no server at {url}. Start one with `penstock serve`, or name another "
             "with --url."
         ) from None

@@ -33,6 +33,7 @@ def _announce(started: Started, settings: config.Config, *, as_json: bool) -> No
             "limits": dict(started.limits),
             "device": started.device,
             "default": settings.models.default,
+            "guard": started.guard,
         }
         print_line(json.dumps(content))
         return

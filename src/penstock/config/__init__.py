@@ -90,9 +90,25 @@ class ServerSettings:
     max_tokens_policy: Annotated[
         str, Knob(parse_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused")
     ] = "cut"
+    queue_requests: Annotated[
+        int, Knob(parse_integer(1), "most requests that wait for one model")
+    ] = 256
+    queue_bytes: Annotated[
+        int, Knob(parse_size, "most bytes of prompts that wait for one model")
+    ] = 256 << 20
+    queue_deadline_s: Annotated[
+        float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
+    ] = 600.0
+    stored_responses: Annotated[
+        int, Knob(parse_integer(0), "most answers of /v1/responses that are kept")
+    ] = 1000
+    stored_bytes: Annotated[int, Knob(parse_size, "most bytes that they take on disk")] = 256 << 20
     keepalive_after_s: Annotated[
         float, Knob(parse_seconds, "silence after which a stream says it lives")
     ] = 10.0
+    slow_client_s: Annotated[
+        float, Knob(parse_seconds, "a client that takes nothing for so long is let go")
+    ] = 300.0
     shutdown_grace_s: Annotated[
         float, Knob(parse_seconds, "time for running answers when stopped")
     ] = 5.0
@@ -112,6 +128,10 @@ class MemorySettings:
     gpu_limit: Annotated[
         str, Knob(parse_limit, "memory of each GPU: auto, a percentage or a size")
     ] = "auto"
+    spare: Annotated[
+        int | None,
+        Knob(parse_size, "left to the machine beyond all limits; otherwise 256 MiB or 2 %"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +139,22 @@ class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
     dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
+
+
+# The dialects of `penstock.text.tools`, which is above this in the layers.
+TOOL_DIALECTS = (
+    "harmony",
+    "deepseek",
+    "kimi",
+    "minimax",
+    "mistral",
+    "gemma",
+    "glm",
+    "qwen_coder",
+    "hermes",
+    "pythonic",
+    "llama_json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +175,17 @@ class ModelSettings:
     kv_bytes: Annotated[
         int | None, Knob(parse_size, "memory for KV; otherwise what the limit leaves")
     ] = None
+    kv_tokens: Annotated[
+        int | None, Knob(parse_integer(1), "KV for so many tokens; otherwise what the limit leaves")
+    ] = None
+    reserve: Annotated[
+        str,
+        Knob(
+            parse_choice("expected", "worst_case"),
+            "KV a request must find before it starts: what it is thought to need, or all it may",
+        ),
+    ] = "expected"
+    pinned: Annotated[bool, Knob(parse_boolean, "never unloaded for another model")] = False
     step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 1024
     step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
     step_target_s: Annotated[
@@ -150,6 +197,10 @@ class ModelSettings:
     trust_remote_code: Annotated[
         bool, Knob(parse_boolean, "run Python code that a model folder brings")
     ] = False
+    tool_dialect: Annotated[
+        str,
+        Knob(parse_choice("auto", *TOOL_DIALECTS), "how the model writes calls of tools"),
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +283,16 @@ def _knobs(section: type[Any]) -> dict[str, Knob]:
 # --- loading -----------------------------------------------------------------------------------
 
 
+# Flags that are not called after their setting.
+_FLAGS = {
+    "server.api_keys": "api-key",
+    "memory.limit": "memory",
+    "memory.gpu_limit": "memory",
+    "models.dirs": "models",
+    "models.default": "model",
+}
+
+
 def load(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -250,7 +311,8 @@ def load(
     ignored = _read_environment(environment, values)
     for key, value in (flags or {}).items():
         section, _, knob = key.partition(".")
-        values.put(section, knob, value, f"flag --{knob.replace('_', '-')}")
+        flag = _FLAGS.get(key, knob.replace("_", "-"))
+        values.put(section, knob, value, f"flag --{flag}")
     values.default("cache", "dir", home / "cache")
     models = values.section("models")
     return Config(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,14 @@ _NO_LIMIT_V1 = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
+class GroupReading:
+    """A control group with a limit, our own or one above it."""
+
+    limit_bytes: int
+    used_bytes: int  # by all processes in it, less what the kernel can drop: clean file pages
+
+
+@dataclass(frozen=True, slots=True)
 class RamReading:
     """The machine's memory and the control group this process is in."""
 
@@ -31,6 +39,7 @@ class RamReading:
     available_bytes: int  # what the kernel thinks could be had without swapping
     cgroup_limit_bytes: int | None  # the tightest limit on the way to the root
     cgroup_used_bytes: int | None  # of our own group
+    groups: tuple[GroupReading, ...] = ()  # those with a limit, from ours to the root
 
     @property
     def capacity_bytes(self) -> int:
@@ -47,6 +56,12 @@ class ProcessReading:
     resident_bytes: int
     private_bytes: int  # what its exit would certainly give back
     proportional_bytes: int  # private, plus its share of what it shares (PSS)
+    # Not backed by a file, also where a child shares it still: with this the template's pages are
+    # counted once, whatever its children do.
+    anonymous_bytes: int
+    private_dirty_bytes: int  # what a child has of its own
+    # Its share of what no file backs: over a tree of processes these add up to all of it, once.
+    unbacked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +73,28 @@ class GpuReading:
     uuid: str
     total_bytes: int
     free_bytes: int
+    # What each process holds there, by its id; empty where the driver does not tell.
+    processes: Mapping[int, int] = field(default_factory=dict)
 
 
 def read_ram(proc: Path = PROC) -> RamReading:
     """The machine's figures now."""
     fields = _kib_fields(proc / "meminfo")
     physical = fields.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits, used = [], None
-    for group, (limit_file, used_file) in _memory_groups(proc):
-        limit = _integer(group / limit_file)
+    groups: list[GroupReading] = []
+    own_used = None
+    for group, (limit_file, used_file) in memory_groups(proc):
+        limit, used = _integer(group / limit_file), _integer(group / used_file)
+        if own_used is None:  # the first group is our own; those above count other processes too
+            own_used = used
         if limit is not None and limit < _NO_LIMIT_V1:
-            limits.append(limit)
-        if used is None:  # the first group is our own; those above count other processes too
-            used = _integer(group / used_file)
+            groups.append(GroupReading(limit, max((used or 0) - _droppable(group), 0)))
     return RamReading(
         physical_bytes=physical,
         available_bytes=fields.get("MemAvailable", physical),
-        cgroup_limit_bytes=min(limits, default=None),
-        cgroup_used_bytes=used,
+        cgroup_limit_bytes=min((group.limit_bytes for group in groups), default=None),
+        cgroup_used_bytes=own_used,
+        groups=tuple(groups),
     )
 
 
@@ -88,6 +107,13 @@ def read_process(pid: int, proc: Path = PROC) -> ProcessReading | None:
         resident_bytes=fields["Rss"],
         private_bytes=fields["Private_Clean"] + fields["Private_Dirty"],
         proportional_bytes=fields["Pss"],
+        anonymous_bytes=fields["Anonymous"],
+        private_dirty_bytes=fields["Private_Dirty"],
+        unbacked_bytes=(
+            fields["Pss_Anon"] + fields.get("Pss_Shmem", 0)
+            if "Pss_Anon" in fields
+            else fields["Private_Dirty"]
+        ),
     )
 
 
@@ -112,10 +138,7 @@ def visible_gpus(devices: Sequence[GpuReading], visible: str | None) -> tuple[Gp
         if not found or found[0].uuid in {d.uuid for d in chosen}:
             break
         chosen.append(found[0])
-    return tuple(
-        GpuReading(index, d.name, d.uuid, d.total_bytes, d.free_bytes)
-        for index, d in enumerate(chosen)
-    )
+    return tuple(replace(d, index=index) for index, d in enumerate(chosen))
 
 
 def resolve_device(wanted: str, gpus: Sequence[GpuReading]) -> str:
@@ -158,11 +181,22 @@ def _integer(path: Path) -> int | None:
         return None
 
 
+def _droppable(group: Path) -> int:
+    """File pages of a control group; v1 has the sums over its children under `total_` names."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    prefix = "total_" if "total_inactive_file" in fields else ""
+    return sum(int(fields.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+
+
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V2_FILES = ("memory.max", "memory.current")
 
 
-def _memory_groups(proc: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+def memory_groups(proc: Path = PROC) -> Iterator[tuple[Path, tuple[str, str]]]:
     """Our memory control group and those above it, each with its limit and usage file names."""
     mounts = _cgroup_mounts(proc)
     try:
@@ -240,7 +274,39 @@ def _nvml_devices(nvml: ctypes.CDLL) -> Iterator[GpuReading]:
             )
             if not any(answers):
                 yield GpuReading(
-                    index, name.value.decode(), uuid.value.decode(), memory.total, memory.free
+                    index,
+                    name.value.decode(),
+                    uuid.value.decode(),
+                    memory.total,
+                    memory.free,
+                    _nvml_processes(nvml, handle),
                 )
     finally:
         nvml.nvmlShutdown()
+
+
+class _NvmlProcess(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+_NVML_MOST_PROCESSES = 256
+_NVML_NOT_AVAILABLE = (1 << 64) - 1
+
+
+def _nvml_processes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> dict[int, int]:
+    """Bytes of every process that computes on a device."""
+    count = ctypes.c_uint(_NVML_MOST_PROCESSES)
+    found = (_NvmlProcess * _NVML_MOST_PROCESSES)()
+    read = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+    if read is None or read(handle, ctypes.byref(count), found) != 0:
+        return {}
+    return {
+        process.pid: process.used
+        for process in found[: count.value]
+        if process.used != _NVML_NOT_AVAILABLE
+    }

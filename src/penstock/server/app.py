@@ -27,9 +27,19 @@ from penstock.errors import (
     Unauthorized,
     UnknownRoute,
 )
-from penstock.server.api import admin, chat, completions, models
-from penstock.server.api.errors import error_event, error_headers, error_object
-from penstock.server.api.exchange import BodyBudget, ClientGone, Exchange
+from penstock.server.api import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    models,
+    ollama,
+    openapi,
+    plan,
+    responses,
+)
+from penstock.server.api.errors import error_headers, style_of
+from penstock.server.api.exchange import ClientGone, Exchange
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,11 +62,30 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/health", admin.health),
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/admin/api/models", admin.resident_models),
+    ("GET", "/admin/api/memory", admin.memory),
+    ("POST", "/admin/api/memory/reset", admin.reset_memory),
+    ("GET", "/admin/api/requests", admin.waiting_requests),
+    ("GET", "/admin/api/events", admin.events),
+    ("GET", "/admin/api/plan", plan.plan_model),
+    ("POST", "/v1/plan", plan.plan_request),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{id:path}", models.show_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
 ]
 
 
@@ -72,7 +101,7 @@ def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -86,7 +115,6 @@ class App:
         settings = services.config.server
         self._services = services
         self._closing = closing
-        self._budget = BodyBudget(settings.max_body, settings.max_bodies)
         self._door = _Door(settings.host, settings.api_keys, settings.hosts, settings.cors_origins)
         self._routes = [
             (Route(path, _unused, methods=[method]), endpoint)
@@ -99,7 +127,15 @@ class App:
             await send({"type": "websocket.close", "code": 1000})
             return
         exchange = Exchange(
-            dict(scope), receive, send, _request_id(scope), self._budget, self._closing
+            dict(scope),
+            receive,
+            send,
+            _request_id(scope),
+            self._services.requests.share(),
+            self._services.config.server.max_body,
+            self._closing,
+            self._services.config.server.slow_client_s,
+            style=style_of(scope["path"]),
         )
         exchange.record["route"] = "unknown"
         try:
@@ -115,6 +151,7 @@ class App:
                 InternalError(f"The server made a mistake; its log says more under {exchange.id}."),
             )
         finally:
+            exchange.share.release()
             self._note(exchange)
 
     async def _dispatch(self, exchange: Exchange) -> None:
@@ -142,14 +179,10 @@ class App:
 
     async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:
         exchange.record["error"] = error.code
-        if exchange.status is not None:
-            # The head is out: all that is left is to say it in the stream.
-            await exchange.write(error_event(error), more=False)
-            return
         headers = error_headers(error)
         if error.status == 413:
             headers["connection"] = "close"  # the rest of the body is not wanted
-        await exchange.send_json(error_object(error), error.status, headers)
+        await exchange.refuse(error, headers)
 
     def _note(self, exchange: Exchange) -> None:
         route = str(exchange.record["route"])
@@ -217,6 +250,7 @@ class _Door:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise Unauthorized("The API key is not one of this server's.")
+        exchange.caller = f"key {matches.index(True) + 1}"
 
 
 def _hostname(address: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,9 +18,12 @@ from penstock.errors import PenstockError, WorkerLost, by_code
 from penstock.wire import (
     Alive,
     Cancel,
+    Freed,
+    Grant,
     Output,
     Probe,
     Ready,
+    Shed,
     Status,
     Step,
     Submit,
@@ -39,11 +43,13 @@ class ModelClient:
         self.name = name
         self.status: Status | None = None  # the worker's figures after its latest step
         self.lost: str | None = None  # why the worker is gone, in a sentence; set once
+        self.on_step: Callable[[], None] | None = None  # after each step
         self._ready: Ready | None = None
         self._send = send
         self._ids = itertools.count(1)
         self._open: dict[int, Generation] = {}
         self._probes: dict[int, asyncio.Future[None]] = {}
+        self._orders: deque[asyncio.Future[Freed | None]] = deque()  # answered in turn
 
     @property
     def ready(self) -> Ready:
@@ -82,8 +88,22 @@ class ModelClient:
         finally:
             self._probes.pop(number, None)
 
-    def receive(self, message: Ready | Step | Alive) -> None:
+    def order(self, message: Grant | Shed) -> asyncio.Future[Freed | None]:
+        """Tell the worker what it may hold; the answer says what it holds then, None once lost."""
+        answer: asyncio.Future[Freed | None] = asyncio.get_running_loop().create_future()
+        if self.lost is not None:
+            answer.set_result(None)
+        else:
+            self._orders.append(answer)
+            self._send(message)
+        return answer
+
+    def receive(self, message: Ready | Step | Alive | Freed) -> None:
         """What the worker said."""
+        if isinstance(message, Freed):
+            if self._orders and not (order := self._orders.popleft()).done():
+                order.set_result(message)
+            return
         if isinstance(message, Ready):
             self._ready = message
             return
@@ -101,6 +121,8 @@ class ModelClient:
             if output.finish is not None:
                 del self._open[output.id]
             generation.push(output)
+        if self.on_step is not None:
+            self.on_step()
 
     def lose(self, reason: str) -> None:
         """The worker is gone: every open request and probe raises `WorkerLost`."""
@@ -111,6 +133,9 @@ class ModelClient:
         for answer in self._probes.values():
             if not answer.done():
                 answer.set_exception(WorkerLost(reason))
+        while self._orders:
+            if not (order := self._orders.popleft()).done():
+                order.set_result(None)
 
     def _cancel(self, request_id: int) -> None:
         if self._open.pop(request_id, None) is not None and self.lost is None:

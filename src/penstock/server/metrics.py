@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from penstock.memory.governor import Governor
+    from penstock.memory.ledger import Ledger
     from penstock.server.api.exchange import Exchange
-    from penstock.server.api.generation import Generation
+    from penstock.server.api.generation import Generation, Origin
     from penstock.wire import Status
 
 _WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -32,7 +34,9 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """The counters of one server; `statuses` gives the latest figures of each loaded model."""
 
-    def __init__(self, statuses: Callable[[], Mapping[str, Status]]) -> None:
+    def __init__(
+        self, statuses: Callable[[], Mapping[str, Status]], ledger: Ledger, governor: Governor
+    ) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self._requests = Counter(
@@ -49,6 +53,10 @@ class Metrics:
         self._completion_tokens = Counter(
             "penstock_completion_tokens", "Tokens generated.", ["model"], registry=registry
         )
+        self._tokenising = Histogram(
+            "penstock_tokenise_seconds", "From a prompt's text to its tokens.", ["model"],
+            buckets=_WAIT_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._first_token = Histogram(
             "penstock_time_to_first_token_seconds", "From the request's head to a first token.",
             ["model"], buckets=_WAIT_BUCKETS, registry=registry,
@@ -58,6 +66,11 @@ class Metrics:
             ["model"], buckets=_TOKEN_BUCKETS, registry=registry,
         )  # fmt: skip
         registry.register(_Workers(statuses))
+        registry.register(_Memory(ledger, governor))
+
+    def tokenised(self, model: str, seconds: float) -> None:
+        """A prompt's text has become tokens."""
+        self._tokenising.labels(model).observe(seconds)
 
     def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
         """A step gave one answer that many tokens, so long after its last one."""
@@ -66,7 +79,7 @@ class Metrics:
             self._between_tokens.labels(model).observe(since_last_s / tokens)
 
     @contextmanager
-    def observe(self, exchange: Exchange, generation: Generation, model: str) -> Iterator[None]:
+    def observe(self, origin: Origin, generation: Generation, model: str) -> Iterator[None]:
         """Count a generation when it is over, however it ends, and note it for the access log."""
         self._prompt_tokens.labels(model).inc(generation.usage.prompt_tokens)
         try:
@@ -74,13 +87,13 @@ class Metrics:
         finally:
             submitted, first = generation.submitted, generation.first_token
             if first is not None:
-                self._first_token.labels(model).observe(first - exchange.started)
-            exchange.record.update(
+                self._first_token.labels(model).observe(first - origin.started)
+            origin.record.update(
                 model=model,
                 prompt_tokens=generation.usage.prompt_tokens,
                 completion_tokens=generation.usage.completion_tokens,
-                queue_ms=None if submitted is None else _ms(submitted - exchange.started),
-                ttft_ms=None if first is None else _ms(first - exchange.started),
+                queue_ms=None if submitted is None else _ms(submitted - origin.started),
+                ttft_ms=None if first is None else _ms(first - origin.started),
             )
 
     def answered(self, route: str, exchange: Exchange) -> None:
@@ -108,10 +121,20 @@ _GAUGES = (
     ("step_s", "penstock_step_seconds", "Duration of the latest step."),
     ("host_s", "penstock_step_host_seconds", "The part of it without work for the device."),
     ("step_tokens", "penstock_step_tokens", "Tokens computed in the latest step."),
+    (
+        "predicted_bytes",
+        "penstock_step_predicted_bytes",
+        "What it was thought to take.",
+    ),
+    ("measured_bytes", "penstock_step_measured_bytes", "What it took."),
+    ("kv_committed_bytes", "penstock_kv_committed_bytes", "Memory behind the KV arena."),
+    ("private_bytes", "penstock_worker_private_bytes", "The worker's private memory."),
 )
 _COUNTERS = (
     ("steps", "penstock_steps", "Steps since the model was loaded."),
     ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
+    ("exhausted", "penstock_steps_exhausted", "Steps that ran out of memory and were taken back."),
+    ("device_s", "penstock_device_seconds", "Time in which the device computed."),
 )
 
 
@@ -130,3 +153,40 @@ class _Workers(Collector):
                 for model, status in statuses.items():
                     family.add_metric([model], getattr(status, name))
                 yield family
+
+
+class _Memory(Collector):
+    """The books, from the latest snapshot, and what the governor counted."""
+
+    def __init__(self, ledger: Ledger, governor: Governor) -> None:
+        self._ledger = ledger
+        self._governor = governor
+
+    def collect(self) -> Iterable[Metric]:
+        """Bytes by domain and purpose, the bounds, and the events by kind."""
+        booked = GaugeMetricFamily(
+            "penstock_booked_bytes", "Bytes in the books.", labels=["domain", "purpose"]
+        )
+        bounds = GaugeMetricFamily(
+            "penstock_memory_bytes",
+            "The bounds of a domain, and what is free of it.",
+            labels=["domain", "what"],
+        )
+        for domain, state in self._ledger.snapshot().items():
+            for purpose, size in state.purposes().items():
+                booked.add_metric([domain, purpose.value], size)
+            for what in ("limit", "capacity", "spare", "external", "free"):
+                bounds.add_metric([domain, what], getattr(state, f"{what}_bytes"))
+        events = CounterMetricFamily(
+            "penstock_memory_events", "What the governor did and noticed.", labels=["event"]
+        )
+        for kind, count in self._governor.events.counts.items():
+            events.add_metric([kind], count)
+        drift = GaugeMetricFamily(
+            "penstock_memory_drift_bytes",
+            "By how much a process was read to be over its books; negative: under them.",
+            labels=["owner"],
+        )
+        for owner, size in self._governor.events.drift.items():
+            drift.add_metric([owner], size)
+        yield from (booked, bounds, events, drift)

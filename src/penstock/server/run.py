@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 from dataclasses import dataclass
@@ -16,18 +17,28 @@ import uvicorn
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.memory.gauge import read_gpus, read_ram, resolve_device
-from penstock.memory.limits import resolve_limits
-from penstock.server.api.services import Services
+from penstock.memory.baseline import Baseline
+from penstock.memory.gauge import read_gpus, read_process, read_ram, resolve_device
+from penstock.memory.guard import guard_numbers, guard_sentence, open_books
+from penstock.memory.ledger import OutOfBudget
+from penstock.memory.limits import SERVER_BYTES
+from penstock.memory.requests import RequestPool, floor_bytes
+from penstock.server.api.responses import Responses
+from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
+from penstock.server.pressure import build_governor
 from penstock.server.residency import Residency
+from penstock.server.response_store import ResponseStore
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.config import Config, ServerSettings
+    from penstock.memory.gauge import GpuReading
+    from penstock.memory.ledger import Ledger
+    from penstock.server.queue import Lane
     from penstock.wire import Status
 
 log = logging.getLogger(__name__)
@@ -47,6 +58,7 @@ class Started:
     models: tuple[str, ...]
     limits: Mapping[str, int]  # bytes per domain
     device: str
+    guard: str  # the numbers of the memory guard, in one line
     # Stops the server, on its event loop; a second call does not wait for running answers.
     stop: Callable[[], None]
 
@@ -70,26 +82,102 @@ async def serve(
     check_exposure(config.server)
     catalog = Catalog(config.model_dirs, config.models.hf_cache or huggingface_cache())
     gpus = await asyncio.to_thread(read_gpus)
-    limits = resolve_limits(config.memory.limit, config.memory.gpu_limit, read_ram(), gpus)
+    ram = await asyncio.to_thread(read_ram)
+    ledger = open_books(config.memory, ram, gpus)
     device = resolve_device(config.models.device, gpus)
     models = await asyncio.to_thread(catalog.scan)
     if config.models.default is not None:
         await asyncio.to_thread(catalog.find, config.models.default)
     with _listen(config.server.host, config.server.port) as sock:
-        residency = Residency(catalog, supervisor, limits, config.models)
-        services = Services(config, catalog, residency, Metrics(lambda: _statuses(residency)))
+        services = build_services(config, catalog, supervisor, ledger, gpus)
+        residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
         load = asyncio.ensure_future(_load_default(residency, config.models.default))
+        watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
+            await services.responses.recover()
             stop = _stopper(server, closing, config.server.shutdown_grace_s)
-            announce(Started(_url(sock), tuple(models), limits, device, stop))
+            limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
+            guard = guard_sentence(guard_numbers(config, ram, gpus))
+            log.info("%s", guard)
+            announce(Started(_url(sock), tuple(models), limits, device, guard, stop))
             await server.serve(sockets=[sock])
         finally:
             load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
+            watch.cancel()
+            await asyncio.gather(load, watch, return_exceptions=True)
+            await services.responses.close()
             await _end_workers(residency, supervisor)
+
+
+def build_services(
+    config: Config,
+    catalog: Catalog,
+    supervisor: Supervisor,
+    ledger: Ledger,
+    gpus: Sequence[GpuReading],
+) -> Services:
+    """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
+    patience_s = config.server.queue_deadline_s
+    own = read_process(os.getpid())
+    server = Baseline(ledger, "server", SERVER_BYTES if own is None else own.anonymous_bytes)
+    requests = _request_pool(config, ledger, server)
+    residency = Residency(
+        catalog,
+        supervisor,
+        ledger,
+        config.models,
+        profile_dir=config.home / "profiles",
+        patience_s=patience_s,
+    )
+    residency.gpus = gpus
+    loop = asyncio.get_running_loop()
+    reclaims: set[asyncio.Task[None]] = set()
+
+    lanes: dict[str, Lane] = {}
+
+    def tell_waiters() -> None:
+        requests.retry()
+        residency.room.wake()
+        for lane in lanes.values():
+            lane.pump()
+
+    def reclaim(size: int) -> None:
+        task = loop.create_task(residency.room.reclaim("ram", size))
+        reclaims.add(task)  # the loop itself keeps tasks only weakly
+        task.add_done_callback(reclaims.discard)
+
+    def on_room() -> None:
+        loop.call_soon(tell_waiters)
+
+    governor = build_governor(ledger, residency, supervisor, server, requests, reclaim)
+    metrics = Metrics(lambda: _statuses(residency), ledger, governor)
+    ledger.on_room = on_room
+    requests.on_starved = reclaim
+    residency.room.claimed = lambda: requests.waiting > 0
+    settings = config.server
+    store = ResponseStore(
+        config.home / "responses.db", settings.stored_responses, settings.stored_bytes
+    )
+    texts = Texts(requests, server)
+    return Services(
+        config, catalog, residency, metrics, ledger, requests, governor, Responses(store), texts,
+        lanes,
+    )  # fmt: skip
+
+
+def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:
+    limit = ledger.snapshot()["ram"].limit_bytes
+    floor = floor_bytes(limit)
+    try:
+        return RequestPool(ledger, floor, config.server.max_bodies, config.server.queue_deadline_s)
+    except OutOfBudget:
+        raise ConfigError(
+            f"memory.limit is {limit} bytes, but the server itself holds {server.booked_bytes} and "
+            f"keeps {floor} for requests; raise the limit."
+        ) from None
 
 
 async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.boot import Fork
 from penstock.errors import InternalError, PenstockError, WorkerLost, by_code
+from penstock.memory.control_group import remove_group, remove_leftovers
 from penstock.server.client import ModelClient
 from penstock.server.output_log import OutputLog
 from penstock.server.template import Child, TemplateProcess
 from penstock.wire import (
     Alive,
     FrameReader,
+    Freed,
     LoadFailed,
     Loading,
     LoadSpec,
@@ -72,6 +74,14 @@ class Supervisor:
         """The running template; raises `InternalError` with its last words if it cannot start."""
         return await asyncio.shield(self._ensure_template())
 
+    @property
+    def template_pid(self) -> int | None:
+        """The template's process id, while it runs."""
+        template = self._template
+        if template is None or _is_spent(template) or not template.done():
+            return None
+        return template.result().pid
+
     async def start(self, spec: LoadSpec) -> WorkerHandle:
         """A new process that loads `spec`; await the handle's `ready` for the outcome."""
         template = await self.template()
@@ -115,6 +125,7 @@ class Supervisor:
     async def _start_template(self, spent: asyncio.Task[TemplateProcess] | None) -> TemplateProcess:
         if spent is not None and not spent.cancelled() and spent.exception() is None:
             await spent.result().stop()
+        await asyncio.to_thread(remove_leftovers)
         return await TemplateProcess.start(self._preload, self._logs / "template.log")
 
 
@@ -164,10 +175,10 @@ class WorkerHandle:
         """The socket is ours."""
         self._transport = transport
 
-    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive) -> None:
+    def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive | Freed) -> None:
         """What the worker said."""
         match message:
-            case Step() | Alive():
+            case Step() | Alive() | Freed():
                 self.client.receive(message)
             case Loading():
                 self.progress = message
@@ -202,6 +213,7 @@ class WorkerHandle:
             self.kill(signal.SIGKILL)
             await asyncio.wait([self._exit_code], timeout=BURIAL_S)
         code = self._exit_code.result() if self._exit_code.done() else None
+        await asyncio.to_thread(remove_group, self.pid)  # also of one that died while loading
         self._log.close()
         cause = describe_exit(code)
         name = self.spec.name

@@ -31,12 +31,15 @@ STOP_TIMEOUT_S = 5.0
 
 # The environment that every worker is born with.
 WORKER_ENVIRONMENT = {
-    # Fixed thresholds switch off glibc's own growing ones: a block of 16 MiB or more is a mapping
-    # of its own and goes back when freed, and the heap keeps at most 64 MiB of free top. Lower
-    # ones make every layer of a prompt fault its pages in anew.
-    "MALLOC_MMAP_THRESHOLD_": str(16 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    # Fixed thresholds switch off glibc's own growing ones: a block of a mebibyte or more is a
+    # mapping of its own and goes back when freed, so that a step takes what its tensors take. From
+    # a heap the same step took between 36 and 67 MB, depending on the holes that others had left.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    # Large blocks would be cut from a larger free top, and stay.
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
     "MALLOC_ARENA_MAX": "2",
+    # Fresh mappings in huge pages where the kernel has them: fewer faults.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     # A thread at the end of its share waits for the others: spinning for some ten microseconds, as
     # long as the usual wait, then asleep. The default spins for long, and when anything else wants
     # a core, what it waits for cannot run: steps took ten times as long beside one busy process.

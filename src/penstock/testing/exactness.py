@@ -9,7 +9,7 @@ prompt of a new reference, so that a tie hides nothing that follows it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.kv.arena import Arena
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.loading import BLOCK_TOKENS, load_engine
+from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,30 +138,40 @@ MODES = (
 )
 
 
-def start_engine(folder: Path, mode: Mode, kv_bytes: int = 1 << 30) -> GenerateEngine:
-    """The real engine over a folder, float32 on CPU."""
-    if mode.pool_tokens is not None:
-        roomy = start_engine(folder, replace(mode, pool_tokens=None), kv_bytes)
-        kv_bytes = roomy.ready().kv_bytes_per_token * (mode.pool_tokens + BLOCK_TOKENS)
+def start_engine(
+    folder: Path, mode: Mode, memory_bytes: int = 1 << 30, device: str = "cpu"
+) -> GenerateEngine:
+    """The real engine over a folder, float32."""
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
-        device="cpu",
+        device=device,
         dtype="float32",
-        kv_bytes=kv_bytes,
+        memory_bytes=memory_bytes,
+        kv_tokens=mode.pool_tokens,
         step_tokens=mode.step_tokens,
         step_sequences=mode.step_sequences,
+        capped=False,
     )
-    return load_engine(spec, lambda _phase, _done, _total: None)
+    engine = load_engine(spec, lambda _phase, _done, _total: None)
+    if mode.pool_tokens is not None:
+        for _ in range(500):  # so that more is let in than there is room for in the end
+            engine.lengths.observe(1)
+    return engine
 
 
 def compare_mode(
-    reference: Reference, folder: Path, mode: Mode, prompts: Sequence[list[int]], count: int
+    reference: Reference,
+    folder: Path,
+    mode: Mode,
+    prompts: Sequence[list[int]],
+    count: int,
+    device: str = "cpu",
 ) -> Tally:
     """Run `prompts` in a mode over poisoned memory; raises `Mismatch`."""
     tally = Tally()
     with poisoned_blocks():
-        engine = start_engine(folder, mode)
+        engine = start_engine(folder, mode, device=device)
         if mode.alone:
             answers = [run(engine, [prompt], count)[0] for prompt in prompts]
         else:
@@ -214,7 +224,7 @@ def poisoned_blocks() -> Iterator[None]:
         give(pool, blocks)
         if blocks:
             assert isinstance(pool._backing, Arena)
-            _poison(pool._backing, torch.tensor(blocks))
+            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.device))
 
     with (
         mock.patch.object(Arena, "commit", poisoned_commit),

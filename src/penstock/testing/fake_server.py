@@ -25,7 +25,9 @@ TEMPLATE = (
 )
 
 
-def add_model(home: Path, name: str, behaviour: FakeModel | None = None) -> Path:
+def add_model(
+    home: Path, name: str, behaviour: FakeModel | None = None, template: str = TEMPLATE
+) -> Path:
     """A model whose worker behaves as told; its tokenizer has one token per byte of text."""
     behaviour = behaviour or FakeModel()
     folder = home / "models" / name
@@ -34,7 +36,7 @@ def add_model(home: Path, name: str, behaviour: FakeModel | None = None) -> Path
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     settings["max_position_embeddings"] = behaviour.context
     (folder / "config.json").write_text(json.dumps(settings), "utf-8")
-    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
     return behaviour.write(folder)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.errors import by_code
+from penstock.memory.cost import CostModel, Measured, fit
 from penstock.wire import (
     Candidate,
     Finish,
@@ -36,6 +37,9 @@ FAKE_PRELOAD = ("penstock.worker.loop", "penstock.testing.fake_worker")
 BEHAVIOUR_FILE = "fake.json"
 LIVES_FILE = "lives"  # one byte per load begun, so that tests can count them
 BLOCK_TOKENS = 16
+TOKEN_BYTES = 1 << 10
+STEP_BYTES = 1 << 20
+PROCESS_BYTES = 24 << 20
 
 
 class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +54,7 @@ class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
     die_at_token: int | None = None  # SIGKILL to itself instead of that token of an answer
     hang_at_token: int | None = None
     failing_steps: int = 0  # that many steps raise first
+    answer: str | None = None  # what it says, a token per byte, instead of the prompt's tokens
     bad_lives: int = 1 << 30
 
     def write(self, folder: Path) -> Path:
@@ -84,7 +89,10 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Fa
     if model.load_bug:
         raise RuntimeError("a bug in the loader")
     progress("weights", 100, 100)
-    return FakeEngine(spec, model)
+    kv_bytes = spec.memory_bytes - STEP_BYTES
+    if spec.kv_tokens is not None:
+        kv_bytes = min(kv_bytes, spec.kv_tokens * TOKEN_BYTES)
+    return FakeEngine(spec, model, kv_bytes=kv_bytes)
 
 
 @dataclass(slots=True)
@@ -102,18 +110,26 @@ class FakeEngine:
     model: FakeModel
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: int = 0
+    kv_bytes: int = 0  # the latest grant
 
     def ready(self) -> Ready:
-        context = min(self.model.context, self.spec.max_context or self.model.context)
+        window = min(self.model.context, self.spec.max_context or self.model.context)
+        kv_tokens = self.kv_bytes // TOKEN_BYTES
         return Ready(
             pid=0,
             device=self.spec.device,
             dtype="float32",
             weight_bytes=1 << 20,
-            kv_bytes_per_token=1 << 10,
-            kv_tokens=max(self.spec.kv_bytes >> 10, context),
-            context=context,
+            kv_bytes_per_token=TOKEN_BYTES,
+            kv_tokens=kv_tokens,
+            context=min(window, kv_tokens),
             load_s=0.0,
+            cost=_cost(self.spec),
+            process_bytes=PROCESS_BYTES,
+            step_bytes=STEP_BYTES,
+            kv_bytes=self.kv_bytes,
+            step_tokens=self.spec.step_tokens,
+            overhead_bytes=PROCESS_BYTES,
         )
 
     def submit(self, request: Submit) -> None:
@@ -121,6 +137,21 @@ class FakeEngine:
 
     def cancel(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
+
+    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+        before = self.kv_bytes
+        self.kv_bytes = max(kv_bytes, self._needed_bytes())
+        return max(0, before - self.kv_bytes)
+
+    def shed(self, size: int) -> int:
+        return self.grant(max(0, self.kv_bytes - size), STEP_BYTES)
+
+    def kv_limit_bytes(self) -> int:
+        return self.kv_bytes
+
+    def _needed_bytes(self) -> int:
+        lengths = (len(r.submit.prompt) + r.submit.max_tokens for r in self.requests.values())
+        return TOKEN_BYTES * sum(lengths)
 
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -153,7 +184,17 @@ class FakeEngine:
             host_s=0.0,
             preemptions=0,
             steps=self.steps,
+            kv_committed_bytes=min(self._needed_bytes(), self.kv_bytes),
         )
+
+    def _token(self, request: _Request) -> int:
+        submit = request.submit
+        if self.model.answer is None:
+            return submit.prompt[request.answered % len(submit.prompt)]
+        text = self.model.answer.encode()
+        if request.answered < len(text) or not submit.stop_token_ids:
+            return text[request.answered % len(text)]
+        return submit.stop_token_ids[0]
 
     def _advance(self, request: _Request) -> Output:
         submit = request.submit
@@ -166,7 +207,7 @@ class FakeEngine:
             known = [_logprobs(token, submit.prompt_logprobs) for token in submit.prompt[1:]]
             output.prompt_logprobs = [None, *known]
         request.prompt_told = True
-        token = submit.prompt[request.answered % len(submit.prompt)]
+        token = self._token(request)
         request.answered += 1
         output.tokens = [token]
         if submit.sampling.logprobs is not None:
@@ -176,6 +217,11 @@ class FakeEngine:
         elif request.answered >= submit.max_tokens:
             output.finish = Finish.LENGTH
         return output
+
+
+def _cost(spec: LoadSpec) -> CostModel:
+    largest = Measured(spec.step_tokens, spec.step_sequences, 1 << 20, spec.step_tokens, STEP_BYTES)
+    return fit([largest], TOKEN_BYTES, BLOCK_TOKENS)
 
 
 def _logprobs(token: int, alternatives: int) -> TokenLogprobs:

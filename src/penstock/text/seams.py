@@ -1,7 +1,7 @@
-"""Where a long text may be cut without changing its tokens.
+"""Where a long text may be cut without changing its tokens, and how few tokens it can have.
 
-It follows from what `tokenizer.json` says, and only for byte-level BPE, which keeps every byte of
-a text. Cutting matters because the library takes some hundred bytes for each byte of a
+Both follow from what `tokenizer.json` says and hold only for byte-level BPE, which keeps every
+byte of a text. Cutting matters because the library takes some hundred bytes for each byte of a
 text while it works on it. Knows the file's format, no requests.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 PIECE_CHARS = 32 << 10
 
@@ -44,14 +44,23 @@ class Spec(msgspec.Struct):
 
 def pieces(text: str) -> Iterator[str]:
     """The text in pieces of about `PIECE_CHARS`, longer only where it has no seam."""
+    return (text[start:end] for start, end in _spans(text))
+
+
+def longest_piece(text: str) -> int:
+    """Characters of the longest of the pieces."""
+    return max(end - start for start, end in _spans(text))
+
+
+def _spans(text: str) -> Iterator[tuple[int, int]]:
     start = 0
     while len(text) - start > PIECE_CHARS:
         seam = _SEAM.search(text, start + PIECE_CHARS // 2)
         if seam is None:
             break
-        yield text[start : seam.end()]
+        yield start, seam.end()
         start = seam.end()
-    yield text[start:]
+    yield start, len(text)
 
 
 def can_be_cut(spec: Spec) -> bool:
@@ -67,6 +76,15 @@ def can_be_cut(spec: Spec) -> bool:
     ]
     # A space put before the text would be put before each piece.
     return bool(by_words) and not any(step.get("add_prefix_space") for step in steps)
+
+
+def longest_token_bytes(spec: Spec, vocabulary: Iterable[str]) -> int | None:
+    """The most bytes of text that one token can stand for; None if there is no such bound."""
+    if not _keeps_bytes(spec):
+        return None
+    # In a byte-level vocabulary each character of a token stands for one byte.
+    added = (len(token["content"].encode()) for token in _added(spec))
+    return max(max(map(len, vocabulary), default=0), max(added, default=0)) or None
 
 
 def _keeps_bytes(spec: Spec) -> bool:

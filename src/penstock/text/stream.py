@@ -36,13 +36,16 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        visible: frozenset[str] = frozenset(),
     ) -> None:
+        """`visible` are special tokens that are not skipped: markers that a parser looks for."""
         self.stopped = False
         self.matched = None
         self.offsets = []
         self._tokenizer = tokenizer
         self._decoding = tokenizer.decoder.start()
         self._skip_special_tokens = skip_special_tokens
+        self._visible = visible
         self._include_stop = include_stop
         self._finder = StopFinder(stop)
         self._made = 0  # characters made of the tokens so far
@@ -55,7 +58,9 @@ class TextStream:
             if self.stopped:
                 break
             self.offsets.append(self._made)
-            token = self._tokenizer.token(token_id, skip_special_tokens=self._skip_special_tokens)
+            token = self._tokenizer.token(
+                token_id, skip_special_tokens=self._skip_special_tokens, keep=self._visible
+            )
             if token is not None:
                 sent.append(self._take(self._decoding.push(token)))
         return "".join(sent)

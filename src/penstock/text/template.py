@@ -54,6 +54,11 @@ _RENDER_ERRORS = (
 )
 
 
+# Behind a message that is to be continued: shows where its content ends, and by its blank whether
+# the template trims.
+_END_MARK = "<<the answer goes on from here>> "
+
+
 class ChatTemplate:
     """Renders conversations. Safe to use from several threads."""
 
@@ -100,13 +105,17 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> str:
         """The prompt's text; blocking. `arguments` are further names the template may look at.
 
-        `BadRequest` when the template refuses the messages or cannot render them.
+        With `continue_final_message` it ends where the last message's content does. `BadRequest`
+        when the template refuses the messages or cannot render them.
         """
+        if continue_final_message:
+            return self._unfinished(messages, tools, arguments)
         ours: dict[str, Any] = {
             **self._names,
             "messages": messages,
@@ -140,6 +149,33 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return "".join(pieces)
+
+    def _unfinished(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        arguments: dict[str, Any] | None,
+    ) -> str:
+        """Up to the end of the last message's content, which a mark behind it shows."""
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise BadRequest("The message to be continued has no text.", param="messages")
+        marked = {**messages[-1], "content": content + _END_MARK}
+        text = self.render(
+            [*messages[:-1], marked],
+            add_generation_prompt=False,
+            tools=tools,
+            arguments=arguments,
+        )
+        before, mark, behind = text.rpartition(_END_MARK.strip())
+        if not mark:
+            raise BadRequest(
+                "The model's chat template does not show the last message, so it cannot be "
+                "continued.",
+                param="messages",
+            )
+        # A template that trims its messages would have trimmed this one's end too.
+        return before if behind.startswith(" ") else before.rstrip()
 
 
 def _sentence(error: BaseException) -> str:

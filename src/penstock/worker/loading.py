@@ -13,15 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
 from penstock.wire import Ready
+from penstock.worker import profile_store
+from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
+from penstock.worker.engine.executor import Executor
 from penstock.worker.engine.generate import GenerateEngine
+from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
+from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
+from penstock.worker.models.kernels.reference import ReferenceKernels
+from penstock.worker.profile import Bench, profile
+from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +40,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from penstock.wire import LoadSpec
+    from penstock.worker.engine.cuda_executor import CudaExecutor
 
     Progress = Callable[[str, int, int], None]
 
 BLOCK_TOKENS = 16
+# A chunk is shortened at the end of a long context, so that no step takes much longer than others.
+STEP_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 26}
+EXTENTS = 128  # of an arena, if they are not larger than they need to be
 
 # Rotary tables that change with the longest position in a batch: exact only below the length at
 # which they would change, so that is the window served.
@@ -56,38 +70,105 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     text = config.get_text_config()
     geometry = verify.probe(model, text)
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
-    blocks = spec.kv_bytes // layout.block_bytes
-    if blocks < 2:
-        raise ModelTooLarge(
-            f"{spec.name} leaves {spec.kv_bytes} bytes for KV, and one block of {BLOCK_TOKENS} "
-            f"tokens takes {layout.block_bytes}: raise --memory.",
-            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.kv_bytes},
-        )
     window = _window(text, spec)
-    # More than every sequence of a step at full length could never be used.
-    blocks = min(blocks, 1 + spec.step_sequences * -(-window // BLOCK_TOKENS))
-    runner = Runner(
-        model,
-        Arena(layout, blocks, device),
-        kernels,
-        _windows(text),
-        {layer: slot for slot, layer in enumerate(geometry)},
+    arena = _arena(spec, layout, window, device)
+    slots = {layer: slot for slot, layer in enumerate(geometry)}
+    pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
+    runner = Runner(model, arena, kernels, _windows(text), slots)
+    grammars = Grammars.from_folder(Path(spec.path), text.vocab_size)
+    executor = _executor(runner, grammars, spec, window)
+    # What graphs keep comes out of the grant, and is booked apart.
+    spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
+    outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
+    bench = Bench(
+        spec=spec,
+        executor=executor,
+        arena=arena,
+        pool=pool,
+        meter=meter_for(device),
+        cap=_cap(spec, arena, outer),
+        limits=StepLimits(
+            tokens=spec.step_tokens,
+            sequences=spec.step_sequences,
+            block_tokens=BLOCK_TOKENS,
+            logit_rows=2 * spec.step_sequences,
+            reserve=spec.reserve,
+            pairs=STEP_PAIRS[device.type],
+        ),
+        window=window,
+        vocabulary=text.vocab_size,
+        routes=any("expert" in name for name, _ in model.named_modules()),
+        fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
-    kv_tokens = (blocks - 1) * BLOCK_TOKENS
+    progress("profile", 0, 1)
+    measured = profile(bench)
+    progress("profile", 1, 1)
+    kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
+    in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
+    committed = arena.committed_bytes if in_ram else 0
+    copied = copied_bytes(Path(spec.path), weight_bytes) if in_ram else 0
     ready = Ready(
         pid=0,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=_bytes_held(model),
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=layout.token_bytes,
         kv_tokens=kv_tokens,
         context=min(window, kv_tokens),
         load_s=0.0,
+        cost=measured.cost,
+        process_bytes=PrivateBytes().read() - committed,
+        step_bytes=measured.step_bytes,
+        kv_bytes=measured.kv_bytes,
+        step_tokens=measured.limits.tokens,
+        graph_bytes=executor.graph_bytes,
+        outer_cap=str(outer.group) if outer is not None else None,
+        overhead_bytes=overhead_bytes(copied, committed),
+        copied_bytes=copied,
     )
-    engine = GenerateEngine(runner, spec, ready)
+    engine = GenerateEngine(bench, measured, ready)
     verify.compare_with_own_attention(model, engine, text)
     ready.load_s = time.perf_counter() - started
     return engine
+
+
+def _executor(
+    runner: Runner, grammars: Grammars | None, spec: LoadSpec, window: int
+) -> Executor | CudaExecutor:
+    """What runs plans on this device; graphs are captured here, before anything is measured."""
+    if isinstance(runner.kernels, ReferenceKernels):
+        return Executor(runner, grammars)
+    from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.engine.cuda_runner import CudaRunner
+
+    on_device = CudaRunner(runner, spec.step_sequences, window)
+    on_device.capture(spec.step_sequences)
+    return CudaExecutor(on_device, grammars)
+
+
+def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:
+    """Addresses for the largest grant there may ever be; nothing is committed yet."""
+    largest = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
+    blocks = largest // layout.block_bytes
+    if spec.kv_tokens is not None:
+        blocks = max(blocks, 1 + -(-spec.kv_tokens // BLOCK_TOKENS))
+    # More than every sequence of a step at full length could never be used.
+    blocks = min(blocks, 1 + spec.step_sequences * -(-window // BLOCK_TOKENS))
+    if blocks < 2:
+        raise ModelTooLarge(
+            f"{spec.name} leaves {spec.memory_bytes} bytes for KV and steps, and one block of "
+            f"{BLOCK_TOKENS} tokens takes {layout.block_bytes}: raise --memory.",
+            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.memory_bytes},
+        )
+    # Small enough that whole extents waste little of the grant.
+    extent_bytes = blocks * layout.block_bytes // EXTENTS
+    return Arena(layout, blocks, device, extent_bytes)
+
+
+def _cap(spec: LoadSpec, arena: Arena, outer: OuterCap | None) -> Cap:
+    if not spec.capped:
+        return NoCap()
+    return RamCap(arena, outer) if arena.in_ram else CudaCap(arena.device)
 
 
 def _read_config(spec: LoadSpec) -> PretrainedConfig:

@@ -25,12 +25,15 @@ from penstock.wire import (
     Cancel,
     Failure,
     Finish,
+    Freed,
+    Grant,
     LoadFailed,
     Loading,
     LoadSpec,
     Output,
     Probe,
     Ready,
+    Shed,
     Shutdown,
     Status,
     Step,
@@ -67,6 +70,18 @@ class Engine(Protocol):
 
     def cancel(self, request_id: int) -> None:
         """Forget a request; an unknown id is one that has just finished."""
+        ...
+
+    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+        """Hold no more than this from now on; how many bytes went back to the system."""
+        ...
+
+    def shed(self, size: int) -> int:
+        """Have `size` bytes less of KV from now on, if not in use; how many went back."""
+        ...
+
+    def kv_limit_bytes(self) -> int:
+        """What the KV arena may hold at most."""
         ...
 
     def has_work(self) -> bool:
@@ -162,6 +177,10 @@ class _Inbox:
                 messages = self._channel.receive()
             except OSError:
                 messages = None
+            except MemoryError:
+                # A message is lost, and nobody would hear the next: dying is heard.
+                log.critical("out of memory while reading a message; ending this process")
+                os._exit(EXIT_ENGINE_BROKEN)
             if messages is None:
                 os._exit(EXIT_SERVER_GONE)
             for message in messages:
@@ -192,29 +211,40 @@ class _Worker:
     def serve(self) -> int:
         """Step while there is work, sleep while there is none; returns the exit code."""
         while self._failures < FAILURES_ALLOWED:
-            cancelled = False
+            figures_changed = False
             for message in self._inbox.take(wait=not self._engine.has_work()):
-                match message:
-                    case Submit():
-                        self._submit(message)
-                    case Cancel():
-                        self._in_flight.discard(message.id)
-                        self._engine.cancel(message.id)
-                        cancelled = True
-                    case Probe():
-                        self._probe(message)
-                    case Shutdown():
-                        return EXIT_OK
+                if isinstance(message, Shutdown):
+                    return EXIT_OK
+                figures_changed |= self._take(message)
             if self._engine.has_work():
                 self._step()
-            elif cancelled:
+            elif figures_changed:
                 self._send([])  # no step follows to carry the figures
         log.error("the engine failed %d times in a row; ending this process", self._failures)
         return EXIT_ENGINE_BROKEN
 
+    def _take(self, message: Submit | Cancel | Probe | Grant | Shed) -> bool:
+        """Do what a message asks; whether the figures changed."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel():
+                self._in_flight.discard(message.id)
+                self._engine.cancel(message.id)
+            case Probe():
+                self._probe(message)
+            case Grant():
+                self._freed(self._engine.grant(message.kv_bytes, message.step_bytes))
+            case Shed():
+                self._freed(self._engine.shed(message.bytes))
+        return isinstance(message, Cancel | Grant | Shed)
+
     def _send(self, outputs: list[Output]) -> None:
         self._in_flight.difference_update(o.id for o in outputs if o.finish is not None)
         self._channel.send(Step(outputs, self._engine.status()))
+
+    def _freed(self, size: int) -> None:
+        self._channel.send(Freed(size, self._engine.kv_limit_bytes()))
 
     def _submit(self, request: Submit) -> None:
         self._in_flight.add(request.id)

@@ -8,6 +8,7 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.memory.gauge import (
     GpuReading,
+    GroupReading,
     RamReading,
     read_gpus,
     read_process,
@@ -46,7 +47,9 @@ def test_v2_takes_the_tightest_limit_and_our_own_usage(tmp_path: Path) -> None:
     proc = make_proc(tmp_path, "0::/outer/inner", "cgroup2", mount)
     put(mount / "outer" / "inner", ("memory.max", "max"), ("memory.current", "70"))
     put(mount / "outer", ("memory.max", "500"), ("memory.current", "90"))
-    assert read_ram(proc) == RamReading(1000 << 10, 600 << 10, 500, 70)
+    (mount / "outer" / "memory.stat").write_text("anon 60\ninactive_file 20\nactive_file 5\n")
+    groups = (GroupReading(500, 65),)
+    assert read_ram(proc) == RamReading(1000 << 10, 600 << 10, 500, 70, groups)
     assert read_ram(proc).capacity_bytes == 500
 
 
@@ -59,7 +62,10 @@ def test_v1_without_a_limit_shows_a_huge_number(tmp_path: Path) -> None:
     assert (reading.cgroup_limit_bytes, reading.cgroup_used_bytes) == (None, 70)
     assert reading.capacity_bytes == 1000 << 10
     put(mount / "group", (files[0], "4096"), (files[1], "70"))
+    stat = "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 10\n"
+    (mount / "group" / "memory.stat").write_text(stat)
     assert read_ram(proc).capacity_bytes == 4096
+    assert read_ram(proc).groups == (GroupReading(4096, 30),)
 
 
 def test_a_container_sees_its_group_as_the_root_of_the_mount(tmp_path: Path) -> None:

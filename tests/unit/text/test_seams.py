@@ -1,4 +1,4 @@
-"""Cutting a long text changes no token."""
+"""Cutting a long text changes no token, and the least number of tokens is never too many."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.testing import tokenizers
 from penstock.text import seams
 from penstock.text.seams import Spec
 
+VOCABULARY = ["a", "abc"]
 ALPHABET = [
     "a",
     "the cat",
@@ -50,7 +51,7 @@ def test_pieces_are_the_text_and_meet_at_seams() -> None:
         assert first[-1].isalpha()
         assert then[0] == " "
         assert then[1].isalpha()
-    assert max(map(len, cut)) < 2 * seams.PIECE_CHARS
+    assert seams.longest_piece(text) == max(map(len, cut)) < 2 * seams.PIECE_CHARS
     assert list(seams.pieces("x" * 100_000)) == ["x" * 100_000]
 
 
@@ -70,8 +71,10 @@ def test_pieces_are_the_text_and_meet_at_seams() -> None:
         },
     ],
 )
-def test_what_may_lose_bytes_is_not_cut(changes: dict[str, Any]) -> None:
+def test_what_may_lose_bytes_has_no_bound_and_no_seams(changes: dict[str, Any]) -> None:
+    assert seams.longest_token_bytes(byte_level(), VOCABULARY) == 7
     assert seams.can_be_cut(byte_level())
+    assert seams.longest_token_bytes(byte_level(**changes), VOCABULARY) is None
     assert not seams.can_be_cut(byte_level(**changes))
 
 
@@ -95,3 +98,5 @@ def test_tokens_of_pieces_are_tokens_of_the_text() -> None:
     for special in (False, True):
         whole = tokenizer._encodings([text], special)[0].ids
         assert tokenizer.encode(text, add_special_tokens=special) == whole
+    assert 0 < tokenizer.least_tokens(text) <= len(whole)
+    assert tokenizer.encoding_bytes(text) < len(text) * 214

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.errors import Overloaded, WorkerLost
+from penstock.memory.governor import memory_rows
 from penstock.server.metrics import MEDIA_TYPE
 
 if TYPE_CHECKING:
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 # A probe waits for the step in hand, which may be a long one.
 _PROBE_S = 10.0
 
-_FRONT_PAGE = f"""Penstock {__version__} serves language models behind the OpenAI API.
+_FRONT_PAGE = f"""Penstock {__version__} serves language models behind the usual APIs.
 
   /v1/models             the models that can be asked
   /v1/chat/completions   a conversation
   /v1/completions        a text to be continued
-  /admin/api/models      the models in memory
+  /v1/responses          an answer as items, stored
+  /v1/messages           a conversation, as Anthropic has it
+  /api/chat              a conversation, as Ollama has it
+  /openapi.json          all of this for programs
+  /v1/plan               what a request would need, without running it
+  /admin/api/models      the models in memory; also memory, requests, events, plan
   /health  /ready  /metrics
 """
 
@@ -68,3 +74,37 @@ async def metrics(exchange: Exchange, services: Services) -> None:
 async def resident_models(exchange: Exchange, services: Services) -> None:
     """What `penstock ps` shows."""
     await exchange.send_json(services.residency.snapshot())
+
+
+async def memory(exchange: Exchange, services: Services) -> None:
+    """Who holds what, beside what was last read."""
+    rows = memory_rows(services.ledger.snapshot(), services.governor.readings)
+    rows["requests"] = {
+        "used_bytes": services.requests.used_bytes,
+        "waiting": services.requests.waiting,
+    }
+    rows["slack"] = {
+        name: model.holding.slack_bytes
+        for name, model in services.residency.tenants().items()
+        if model.holding is not None and model.holding.slack_bytes
+    }
+    await exchange.send_json(rows)
+
+
+async def reset_memory(exchange: Exchange, services: Services) -> None:
+    """Forget by how much processes have surprised us; the next reading gives the bytes back."""
+    for model in services.residency.tenants().values():
+        if model.holding is not None:
+            model.holding.forget_surprises()
+    services.governor.events.add("slack reset")
+    await exchange.send_json({"status": "ok"})
+
+
+async def events(exchange: Exchange, services: Services) -> None:
+    """What the governor did and noticed of late."""
+    await exchange.send_json(services.governor.events.rows())
+
+
+async def waiting_requests(exchange: Exchange, services: Services) -> None:
+    """Everyone in line, by model, with place and expected start."""
+    await exchange.send_json([row for lane in services.lanes.values() for row in lane.rows()])

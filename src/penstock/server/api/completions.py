@@ -11,15 +11,20 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import BadRequest
-from penstock.server.api.answers import DONE, collect, event, send_stream
+from penstock.memory.admission import RequestNeed
+from penstock.server.api.answers import DONE, EVENT_STREAM, KEEP_ALIVE, collect, send_stream
+from penstock.server.api.errors import error_object, event
 from penstock.server.api.exchange import decode_json
-from penstock.server.api.fields import GenerationFields, check_token_ids
-from penstock.server.api.generation import Generation, Job, Piece
+from penstock.server.api.fields import GenerationFields, check_token_ids, refuse_conflicts
+from penstock.server.api.front_door import FrontDoor
+from penstock.server.api.generation import AnswerForm, Generation, Job, Piece, openai_finish
 from penstock.server.api.logprobs import CompletionLogprobs
+from penstock.text.grammar import checked_grammar
 
 if TYPE_CHECKING:
-    from penstock.catalog import Card
+    from penstock.errors import PenstockError
     from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Usage
     from penstock.server.api.services import Services
     from penstock.text.tokenizer import Tokenizer
 
@@ -74,15 +79,15 @@ class CompletionFields(GenerationFields, kw_only=True):
         return prompts
 
 
-_decoder = msgspec.json.Decoder(CompletionFields)
+decoder = msgspec.json.Decoder(CompletionFields)
 
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """The endpoint."""
     async with exchange.body() as body:
-        fields = await decode_json(_decoder, body)
-        job = await exchange.while_connected(_prepare(fields, services))
-    generation = Generation(services, job)
+        fields = await decode_json(decoder, body)
+        job = await exchange.while_connected(prepare(exchange, fields, services))
+    generation = Generation(exchange, services, job)
     with services.metrics.observe(exchange, generation, job.card.name):
         answer = _Answer(job, fields)
         if fields.stream:
@@ -90,40 +95,51 @@ async def completions(exchange: Exchange, services: Services) -> None:
             await send_stream(exchange, generation, answer, keepalive_after_s)
         else:
             choices = await collect(exchange, generation, len(job.prompts) * job.n)
-            await exchange.send_json(answer.whole(choices, generation.usage.as_dict()))
+            await exchange.send_json(answer.whole(choices, generation.usage))
 
 
-async def _prepare(fields: CompletionFields, services: Services) -> Job:
+async def prepare(exchange: Exchange, fields: CompletionFields, services: Services) -> Job:
+    """Everything up to the token ids; refuses what needs no loaded model to be refused."""
     max_choices = services.config.server.max_choices
     fields.check()
     max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     fields.check_min_tokens(max_tokens)
     prompts = await asyncio.to_thread(fields.prompts, max_choices)
     card = await services.generator(fields.model)
-    text = await services.texts.of(card)
+    text = await services.text(card)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, fields.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
+    door = FrontDoor(services, card, exchange.share, "prompt")
     return Job(
         card=card,
         tokenizer=text.tokenizer,
-        prompts=[await _token_ids(prompt, text.tokenizer, card) for prompt in prompts],
+        prompts=[await _token_ids(prompt, text.tokenizer, door) for prompt in prompts],
         fields=fields,
         prompt_field="prompt",
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         prompt_logprobs=fields.logprobs if fields.echo else None,
+        form=await asyncio.to_thread(_form, fields),
     )
 
 
-async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Card) -> list[int]:
+def _form(fields: CompletionFields) -> AnswerForm:
+    """Plain text, or what the client wants it to match."""
+    wanted = fields.format()
+    if wanted is None:
+        return AnswerForm()
+    refuse_conflicts(fields)
+    return AnswerForm(grammar=checked_grammar(wanted))
+
+
+async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, door: FrontDoor) -> list[int]:
     if isinstance(prompt, str):
-        ids = await tokenizer.encode_in_thread(prompt, add_special_tokens=True)
+        ids = await door.encode(tokenizer, prompt, add_special_tokens=True)
     else:
         ids = prompt
-        # One that is too long is refused for that; there is no need to look at every id.
-        if len(ids) <= card.context:
-            check_token_ids(ids, card.vocab_size, "prompt")
+        await door.check(RequestNeed(len(ids), None, "prompt"))
+        check_token_ids(ids, door.card.vocab_size, "prompt")
     if not ids:
         raise BadRequest("`prompt` comes to no token at all.", param="prompt")
     return ids
@@ -131,6 +147,9 @@ async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, card: Card) 
 
 class _Answer:
     """Pieces as OpenAI's completions protocol writes them, whole or as events."""
+
+    media_type = EVENT_STREAM
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, job: Job, fields: CompletionFields) -> None:
         self._job = job
@@ -145,13 +164,17 @@ class _Answer:
             "model": job.card.name,
         }
 
-    def whole(self, choices: list[list[Piece]], usage: dict[str, object]) -> dict[str, object]:
+    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, object]:
         """The answer of a request that does not stream."""
         return {
             **self._head,
             "choices": [self._choice(pieces) for pieces in choices],
-            "usage": usage,
+            "usage": usage.as_openai(),
         }
+
+    def opening(self, usage: Usage) -> bytes:
+        """Nothing: the first piece opens the stream."""
+        return b""
 
     def events(self, piece: Piece) -> bytes:
         """The event of one piece; the first one carries the echo."""
@@ -163,11 +186,15 @@ class _Answer:
             chunk["usage"] = None
         return event(chunk)
 
-    def closing(self, usage: dict[str, object]) -> bytes:
+    async def closing(self, usage: Usage) -> bytes:
         """The usage, if asked for, and the end."""
         if not self._include_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": usage}) + DONE
+        return event({**self._head, "choices": [], "usage": usage.as_openai()}) + DONE
+
+    def failing(self, error: PenstockError) -> bytes:
+        """One last event."""
+        return event(error_object(error))
 
     def _choice(self, pieces: list[Piece]) -> dict[str, object]:
         index = pieces[0].choice
@@ -177,7 +204,7 @@ class _Answer:
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, pieces),
-            "finish_reason": pieces[-1].finish,
+            "finish_reason": openai_finish(pieces[-1].finish),
         }
 
     def _echo(self, index: int) -> str:

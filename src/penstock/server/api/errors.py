@@ -1,4 +1,4 @@
-"""How a refusal looks in the OpenAI protocol: the one place where it is rendered.
+"""How a refusal looks in each protocol: the one place where it is rendered.
 
 It knows `PenstockError` and the shape of an answer, nothing of how the error came about.
 """
@@ -6,31 +6,119 @@ It knows `PenstockError` and the shape of an answer, nothing of how the error ca
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+
+from penstock.errors import ContextTooLong
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError
 
+
+class ErrorStyle(Protocol):
+    """A protocol's way to refuse."""
+
+    def status(self, error: PenstockError) -> int:
+        """The HTTP status."""
+
+    def body(self, error: PenstockError, request_id: str) -> dict[str, object]:
+        """The JSON document of a refusal before the first byte."""
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        """The same as one event of a stream that has already begun."""
+
+
+def event(content: object, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
 # OpenAI's `type` is coarser than its `code`.
-_TYPES = {
+_OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     503: "overloaded_error",
     507: "insufficient_memory_error",
 }
 
 
+class _OpenAI:
+    """`{"error": {...}}`."""
+
+    def status(self, error: PenstockError) -> int:
+        return error.status
+
+    def body(self, error: PenstockError, request_id: str) -> dict[str, object]:
+        return error_object(error)
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        return event(error_object(error))
+
+
+class _Anthropic:
+    """`{"type": "error", "error": {...}, "request_id": ...}`, with statuses of its own."""
+
+    def status(self, error: PenstockError) -> int:
+        return error.anthropic[0]
+
+    def body(self, error: PenstockError, request_id: str) -> dict[str, object]:
+        content: dict[str, object] = {
+            "type": error.anthropic[1],
+            "message": _anthropic_message(error),
+        }
+        if error.numbers is not None:
+            content["penstock"] = error.numbers
+        return {"type": "error", "error": content, "request_id": request_id}
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        return event(self.body(error, request_id), "error")
+
+
+def _anthropic_message(error: PenstockError) -> str:
+    # Clients look for these words and numbers to know that the conversation must be shortened.
+    if isinstance(error, ContextTooLong) and error.numbers is not None:
+        needed, limit = error.numbers["needed_tokens"], error.numbers["limit_tokens"]
+        return f"prompt is too long: {needed} tokens > {limit} maximum. {error.message}"
+    return error.message
+
+
+class _Ollama:
+    """`{"error": "..."}`, and one line of it in a stream."""
+
+    def status(self, error: PenstockError) -> int:
+        return error.status
+
+    def body(self, error: PenstockError, request_id: str) -> dict[str, object]:
+        return {"error": error.message}
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        return msgspec.json.encode({"error": error.message}) + b"\n"
+
+
+OPENAI: ErrorStyle = _OpenAI()
+ANTHROPIC: ErrorStyle = _Anthropic()
+OLLAMA: ErrorStyle = _Ollama()
+
+_BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
+
+
+def style_of(path: str) -> ErrorStyle:
+    """The protocol that is spoken at an address, whether or not there is anything there."""
+    return next((style for prefix, style in _BY_PREFIX if path.startswith(prefix)), OPENAI)
+
+
 def error_object(error: PenstockError) -> dict[str, object]:
     """`{"error": {...}}` as OpenAI's clients expect it."""
     content: dict[str, object] = {
         "message": error.message,
-        "type": _TYPES.get(error.status, "server_error"),
+        "type": _OPENAI_TYPES.get(error.status, "server_error"),
         "param": error.param,
         "code": error.code,
     }
@@ -49,8 +137,3 @@ def error_headers(error: PenstockError) -> dict[str, str]:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
-
-
-def error_event(error: PenstockError) -> bytes:
-    """The error as one event of a stream that has already begun."""
-    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"

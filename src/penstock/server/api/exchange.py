@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from penstock.errors import BadRequest, BodyTooLarge, Overloaded
+from penstock.memory.requests import BODY_FACTOR
+from penstock.server.api.errors import OPENAI, ErrorStyle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from penstock.errors import PenstockError
+    from penstock.memory.requests import Share
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,37 +40,6 @@ class ClientGone(Exception):  # noqa: N818 - not an error: the client may leave 
 
 
 @dataclass(slots=True)
-class BodyBudget:
-    """Counts the bytes of all bodies held at once; used on the event loop only."""
-
-    limit_bytes: int  # of one body
-    total_bytes: int  # over all requests
-    held_bytes: int = 0
-
-    def take(self, size: int) -> None:
-        """Book `size` more bytes or refuse."""
-        if self.held_bytes + size > self.total_bytes:
-            raise Overloaded(
-                f"The server holds {self.held_bytes} bytes of request bodies, and "
-                f"server.max_bodies allows {self.total_bytes}; try again shortly.",
-                retry_after_s=1,
-            )
-        self.held_bytes += size
-
-    def give(self, size: int) -> None:
-        """Return what `take` booked."""
-        self.held_bytes -= size
-        assert self.held_bytes >= 0
-
-    def too_large(self, size: int | None = None) -> BodyTooLarge:
-        """The refusal of one body."""
-        known = f"has {size} bytes" if size is not None else "is longer than allowed"
-        return BodyTooLarge(
-            f"The request body {known}; the limit is {self.limit_bytes} bytes (server.max_body)."
-        )
-
-
-@dataclass(slots=True)
 class Exchange:
     """A request in hand, and the record of how it went."""
 
@@ -73,8 +47,14 @@ class Exchange:
     receive: Receive
     _send: Send
     id: str
-    budget: BodyBudget
+    share: Share  # the memory that this request takes in the server
+    limit_bytes: int  # of the body
     closing: asyncio.Event  # set when answers still running must end now
+    patience_s: float = 300.0  # with a client that takes nothing of what it is sent
+    caller: str = ""  # which API key was used; requests are fair between them
+    style: ErrorStyle = OPENAI  # the protocol in which it is refused
+    # How a stream that has begun says that it failed, where the protocol needs more than an event.
+    failing: Callable[[PenstockError], bytes] | None = None
     started: float = field(default_factory=time.monotonic)
     status: int | None = None  # of the answer, once its headers are out
     record: dict[str, object] = field(default_factory=dict)  # for the access log
@@ -97,35 +77,48 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self) -> AsyncIterator[bytes]:
-        """The whole body; its bytes stay booked until the block ends."""
-        budget, held = self.budget, 0
-        chunks: list[bytes] = []
+        """The whole body. What it will take once decoded is booked before it is read; when the
+        block ends the fields are left, about once its size."""
         declared = self.header(b"content-length")
-        if declared is not None and declared.isdigit() and int(declared) > budget.limit_bytes:
-            await self._discard(int(declared))
-            raise budget.too_large(int(declared))
+        size = int(declared) if declared is not None and declared.isdigit() else 0
+        if size > self.limit_bytes:
+            await self._discard(size)
+            raise self._too_large(size)
+        await self.share.grow(size * BODY_FACTOR)
+        content = await self._read(size)
         try:
-            more = True
-            while more:
-                message = await self.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                chunk: bytes = message.get("body", b"")
-                more = message.get("more_body", False)
-                if held + len(chunk) > budget.limit_bytes:
-                    chunks.clear()
-                    if more:
-                        await self._discard(0)
-                    raise budget.too_large()
-                budget.take(len(chunk))
-                held += len(chunk)
-                chunks.append(chunk)
-            self._body_read = True
-            content = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            chunks.clear()  # held once, as it is booked
             yield content
         finally:
-            budget.give(held)
+            self.share.shrink(len(content) * (BODY_FACTOR - 1))
+
+    async def _read(self, booked: int) -> bytes:
+        """All chunks; those beyond what was declared are booked as they come."""
+        chunks: list[bytes] = []
+        held, more = 0, True
+        while more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            held += len(chunk)
+            if held > self.limit_bytes:
+                chunks.clear()
+                if more:
+                    await self._discard(0)
+                raise self._too_large()
+            if held > booked:
+                await self.share.grow((held - booked) * BODY_FACTOR)
+                booked = held
+            chunks.append(chunk)
+        self._body_read = True
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _too_large(self, size: int | None = None) -> BodyTooLarge:
+        known = f"has {size} bytes" if size is not None else "is longer than allowed"
+        return BodyTooLarge(
+            f"The request body {known}; the limit is {self.limit_bytes} bytes (server.max_body)."
+        )
 
     async def _discard(self, expected: int) -> None:
         """Read on for a while and keep nothing.
@@ -133,7 +126,7 @@ class Exchange:
         A connection closed with data on its way loses the answer: the client sees a reset. What
         is far larger than allowed, or waits to be told to go on, is not read all the same.
         """
-        left = 2 * self.budget.limit_bytes
+        left = 2 * self.limit_bytes
         if expected > left or self.header(b"expect") is not None:
             return
         try:
@@ -173,6 +166,15 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
+    async def refuse(self, error: PenstockError, headers: Mapping[str, str]) -> None:
+        """Answer with the error: with its status, or in the stream if the head is out."""
+        if self.status is None:
+            body = self.style.body(error, self.id)
+            await self.send_json(body, self.style.status(error), headers)
+        elif not self._answered:
+            said = self.style.event(error, self.id) if self.failing is None else self.failing(error)
+            await self.write(said, more=False)
+
     async def send_json(
         self, content: object, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
@@ -201,9 +203,16 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, content: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body; `more=False` ends the answer."""
+        """Send a piece of the body; `more=False` ends the answer.
+
+        Waits while the client does not read; one that takes nothing for long is as good as gone.
+        """
         self._answered = not more
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        except TimeoutError:
+            raise ClientGone from None
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -15,14 +15,16 @@ from msgspec import Meta
 
 from penstock import wire
 from penstock.errors import BadRequest
+from penstock.server.api.formats import ResponseFormat, StructuredOutputs, only_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.text.grammar import Format
+
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096
-MAX_NESTING = 64
 _INT64 = 2**63 - 1
 _SEED_MASK = _INT64
 
@@ -35,12 +37,6 @@ class StreamOptions(msgspec.Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """`response_format`: only its type matters here."""
-
-    type: str
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -68,18 +64,29 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def check(self) -> None:
         """Refuse what can be refused without knowing the model."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("`stream_options` needs `stream` to be true.", param="stream_options")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise BadRequest(
-                f"`response_format` {self.response_format.type!r} is not supported; "
-                'only {"type": "text"} is.',
-                param="response_format",
-            )
         self.stops()
+
+    def format(self) -> Format | None:
+        """The form that the answer must have, if one was asked for."""
+        guided = StructuredOutputs(
+            self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        )
+        wanted: list[Format | None] = [*guided.formats("guided_")]
+        if self.structured_outputs is not None:
+            wanted += self.structured_outputs.formats()
+        if self.response_format is not None:
+            wanted.append(self.response_format.format())
+        return only_one(wanted)
 
     def check_min_tokens(self, max_tokens: int | None) -> None:
         """Refuse an answer that would have to be longer than it may be."""
@@ -171,12 +178,12 @@ def seed_of(seed: int, choice: int) -> int:
     return int.from_bytes(digest) & _SEED_MASK
 
 
-def check_nesting(value: object, param: str, depth: int = MAX_NESTING) -> None:
-    """Refuse free-form JSON that is nested deeper than a template could need."""
-    if depth == 0:
-        raise BadRequest(f"`{param}` is nested more than {MAX_NESTING} deep.", param=param)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            check_nesting(item, param, depth - 1)
+def refuse_conflicts(fields: GenerationFields) -> None:
+    """A form of the answer decides where it ends; what forbids that end cannot be kept."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(fields, name):
+            raise BadRequest(
+                f"`{name}` cannot be kept together with a required form of the answer "
+                "(response_format, tools or a grammar).",
+                param=name,
+            )

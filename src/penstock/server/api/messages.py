@@ -5,16 +5,21 @@ It knows the OpenAI protocol's messages and tools; it does not render them.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.errors import BadRequest
 from penstock.server.api.exchange import field_error
-from penstock.server.api.fields import check_nesting
+from penstock.server.api.limits import check_nesting, decode_free_form
+from penstock.text.manner import ToolUse
+from penstock.text.tools.dialect import Tool
 
 # Decoded JSON is some ten times its text; no real list of tools is near this.
-MAX_TOOLS_BYTES = 4 << 20
+MAX_TOOLS_BYTES = 1 << 20
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -78,6 +83,7 @@ class _Function(msgspec.Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -101,7 +107,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         if (value := getattr(message, name)) is not None:
             result[name] = value
     if message.tool_calls:
-        result["tool_calls"] = [_template_call(call, where) for call in message.tool_calls]
+        result["tool_calls"] = [template_call(call, where) for call in message.tool_calls]
     return result
 
 
@@ -131,7 +137,8 @@ def _text(message: Message, where: str) -> str:
     return "\n".join(texts)
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+def template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call as templates expect it, its arguments decoded where they are an object."""
     arguments: object = call.function.arguments
     try:
         decoded = msgspec.json.decode(call.function.arguments)
@@ -148,37 +155,79 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
     }
 
 
-def template_tools(
-    raw: msgspec.Raw, choice: str | dict[str, Any] | None
-) -> list[dict[str, Any]] | None:
-    """The tools that the template is to show, None for none."""
-    text = bytes(raw)
-    if text in (b"", b"null"):
-        if choice not in (None, "none", "auto"):
-            raise BadRequest("`tool_choice` needs `tools`.", param="tool_choice")
-        return None
-    if len(text) > MAX_TOOLS_BYTES:
+def openai_tool_use(
+    raw: msgspec.Raw, choice: str | dict[str, Any] | None, parallel: bool | None
+) -> ToolUse:
+    """The tools of a chat and what its `tool_choice` says of them."""
+    tools = _tools(raw)
+    named: str | None = None
+    match choice:
+        case None | "auto" | "required" | "none":
+            mode = choice or "auto"
+        case {"type": "function", "function": {"name": str(named)}}:
+            mode = "required"
+        case _:
+            raise BadRequest(
+                "`tool_choice` is none, auto, required or "
+                '{"type": "function", "function": {"name": ...}}.',
+                param="tool_choice",
+            )
+    return tool_use(tools, mode, named, parallel is not False)
+
+
+def tool_use(tools: list[Tool], mode: str, named: str | None, parallel: bool) -> ToolUse:
+    """Tools and choice put together; refuses a choice that no tool answers to."""
+    if mode == "none":
+        return ToolUse()
+    if mode == "required" and not tools:
+        raise BadRequest("`tool_choice` needs `tools`.", param="tool_choice")
+    if named is not None and named not in {tool.name for tool in tools}:
         raise BadRequest(
-            f"`tools` has {len(text)} bytes; at most {MAX_TOOLS_BYTES} are allowed.", param="tools"
+            f"`tool_choice` names {named[:80]!r}, which is not one of `tools`.", param="tool_choice"
         )
+    return ToolUse(tuple(tools), mode == "required", named, parallel)
+
+
+def _tools(raw: msgspec.Raw) -> list[Tool]:
+    definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
+    if definitions is None:
+        return []
     try:
-        tools = msgspec.json.decode(text, type=list[dict[str, Any]])
-        check_nesting(tools, "tools")
-        msgspec.convert(tools, list[_Tool])
+        checked = msgspec.convert(definitions, list[_Tool])
     except msgspec.ValidationError as error:
         refusal = field_error(error)
         raise BadRequest(
             f"`tools`: {refusal.message}", param=f"tools{_joined(refusal.param)}"
         ) from None
-    if choice == "none":
-        return None
-    if choice not in (None, "auto"):
-        raise BadRequest(
-            f"`tool_choice` {choice if isinstance(choice, str) else 'of a named tool'!r} cannot be "
-            "enforced; auto and none can.",
-            param="tool_choice",
+    tools = [
+        Tool(
+            tool.function.name,
+            definition,
+            tool.function.parameters or {},
+            bool(tool.function.strict),
         )
-    return tools or None
+        for tool, definition in zip(checked, definitions, strict=True)
+    ]
+    check_tools(tools)
+    return tools
+
+
+def check_tools(tools: list[Tool]) -> None:
+    """Refuse lists that no model can use."""
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(
+            f"`tools` has {len(tools)} entries; at most {MAX_TOOLS} are allowed.", param="tools"
+        )
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            raise BadRequest(
+                f"`tools[{index}]` has the name {name[:80]!r}; a name has 1 to 128 letters, "
+                "digits, dots, colons, underscores or hyphens.",
+                param="tools",
+            )
+    if len(set(names)) < len(names):
+        raise BadRequest("`tools` has a name twice.", param="tools")
 
 
 def _joined(path: str | None) -> str:

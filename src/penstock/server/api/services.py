@@ -8,48 +8,77 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, UnknownModel
+from penstock.server.queue import Capacity, Lane
+from penstock.text.manner import Manner
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.catalog import Card, Catalog
     from penstock.config import Config
+    from penstock.memory.baseline import Baseline
+    from penstock.memory.governor import Governor
+    from penstock.memory.ledger import Ledger
+    from penstock.memory.requests import RequestPool
+    from penstock.server.api.responses import Responses
+    from penstock.server.client import ModelClient
     from penstock.server.metrics import Metrics
     from penstock.server.residency import Residency
 
 _KEPT_TEXTS = 16
+# Bytes at the peak of reading a tokenizer, per byte of its files: 15.4 with 49,152 entries, and
+# 5.6 of them stay.
+TEXT_FACTOR = 16
 _CARD_S = 5.0  # a model that was just found is not looked for again
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A model's tokenizer and, if it has one, its chat template."""
+    """A model's tokenizer and, if it has one, its chat template and how it converses."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    manner: Manner | None
 
 
 class Texts:
-    """Tokenizers and templates, read once per model folder, in a thread."""
+    """Tokenizers and templates, read once per model folder, in a thread.
 
-    def __init__(self) -> None:
+    What a read takes is booked first, as a request's bytes are; then it is the server's own.
+    """
+
+    def __init__(self, requests: RequestPool, server: Baseline) -> None:
+        self._requests = requests
+        self._server = server
         self._loads: dict[object, asyncio.Future[Text]] = {}
 
-    async def of(self, card: Card) -> Text:
+    async def of(self, card: Card, dialect: str | None = None) -> Text:
         """The text side of a model; all who ask meanwhile wait for the same read."""
-        key = card.path
+        key = card.path, dialect
         load = self._loads.pop(key, None)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
-            load = asyncio.ensure_future(asyncio.to_thread(_read, card))
+            load = asyncio.ensure_future(self._load(card, dialect))
         self._loads[key] = load  # the latest used is last
         while len(self._loads) > _KEPT_TEXTS:
             self._loads.pop(next(iter(self._loads)))
         return await asyncio.shield(load)
 
+    async def _load(self, card: Card, dialect: str | None) -> Text:
+        size = TEXT_FACTOR * await asyncio.to_thread(_file_bytes, card)
+        with self._requests.share() as share:
+            await share.grow(min(size, self._requests.most_bytes))
+            text = await asyncio.to_thread(_read, card, dialect)
+        self._server.expect(size)
+        return text
 
-def _read(card: Card) -> Text:
+
+def _file_bytes(card: Card) -> int:
+    return sum(file.stat().st_size for file in card.path.glob("*.json"))
+
+
+def _read(card: Card, dialect: str | None) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
-    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer))
+    return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer, dialect))
 
 
 @dataclass(slots=True)
@@ -60,7 +89,12 @@ class Services:
     catalog: Catalog
     residency: Residency
     metrics: Metrics
-    texts: Texts = field(default_factory=Texts)
+    ledger: Ledger
+    requests: RequestPool
+    governor: Governor
+    responses: Responses
+    texts: Texts
+    lanes: dict[str, Lane] = field(default_factory=dict)  # by model
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
@@ -93,7 +127,45 @@ class Services:
         self._found[name] = (now, card)
         return card
 
+    async def text(self, card: Card) -> Text:
+        """Its tokenizer and template, and how it converses as the settings have it."""
+        dialect = self.config.models.settings(card.name).tool_dialect
+        return await self.texts.of(card, None if dialect == "auto" else dialect)
+
     def context_now(self, name: str) -> int | None:
         """The longest sequence that the loaded model can hold; None while it is not loaded."""
-        client = self.residency.ready_clients().get(name)
-        return None if client is None else client.ready.context
+        model = self.residency.tenants().get(name)
+        if model is None or model.holding is None:
+            return None
+        return model.holding.room().tokens_in(model.holding.granted_kv_bytes)
+
+    def lane(self, name: str) -> Lane:
+        """The line in front of a model."""
+        lane = self.lanes.get(name)
+        if lane is None:
+            settings = self.config.server
+            lane = self.lanes[name] = Lane(
+                name,
+                most_requests=settings.queue_requests,
+                most_bytes=settings.queue_bytes,
+                deadline_s=settings.queue_deadline_s,
+            )
+        return lane
+
+    def follow(self, lane: Lane, client: ModelClient) -> None:
+        """Let the line see what this worker can take, from its latest figures."""
+        model = self.residency.tenants().get(client.name)
+        holding = None if model is None else model.holding
+        if holding is None or client.on_step == lane.pump:
+            return
+
+        def capacity() -> Capacity:
+            return Capacity(
+                running=0 if client.status is None else client.status.running,
+                sequences=holding.plan.settings.step_sequences,
+                kv_bytes=holding.granted_kv_bytes,
+                held=self.ledger.snapshot()[holding.domain].short,
+            )
+
+        lane.capacity = capacity
+        client.on_step = lane.pump

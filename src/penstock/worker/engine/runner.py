@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from penstock.worker.engine.batch import Batch
+    from penstock.worker.engine.paged_batch import PagedBatch
     from penstock.worker.kv.arena import Arena
     from penstock.worker.models.kernels.interface import Kernels
 
@@ -28,23 +29,23 @@ class Runner:
         windows: tuple[int | None, ...],
         slots: dict[int, int],
     ) -> None:
-        self._model = model
-        self._kernels = kernels
+        self.model = model
+        self.kernels = kernels
         self._windows = windows
         self._slots = slots
         self.arena = arena
         self.device: torch.device = arena.keys[0].device
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Write the batch's KV and return the wanted rows' logits, [R, vocabulary] float32."""
-        step = PagedStep(batch, self.arena, self._kernels, self._windows, self._slots)
+    def forward(self, batch: Batch | PagedBatch) -> Tensor:
+        """Write the batch's KV and return the wanted rows' logits, [R, vocabulary]."""
+        step = PagedStep(batch, self.arena, self.kernels, self._windows, self._slots)
         with running(step):
-            answer = self._model(
+            answer = self.model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
             )
         logits: Tensor = answer.logits[0]
-        return logits.float()
+        return logits

@@ -66,13 +66,22 @@ class BlockLayout:
 class Arena:
     """Views of a committed-on-demand range, layer by layer; the `Backing` of a `BlockPool`."""
 
-    def __init__(self, layout: BlockLayout, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        blocks: int,
+        device: torch.device,
+        extent_bytes: int | None = None,
+    ) -> None:
         self.layout = layout
         self.blocks = blocks
+        self.device = device
+        self.in_ram = device.type == "cpu"  # so that it counts in the process's own memory
         # Extents are whole blocks and whole pages, so that each is committed and returned alone.
         page = page_bytes(device)
         unit = page // math.gcd(page, layout.block_bytes)
-        self.extent_blocks = unit * max(1, EXTENT_BYTES // (unit * layout.block_bytes))
+        wanted = min(EXTENT_BYTES, extent_bytes or EXTENT_BYTES)
+        self.extent_blocks = unit * max(1, wanted // (unit * layout.block_bytes))
         self._extent_bytes = self.extent_blocks * layout.block_bytes
         self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
         self._committed: set[int] = set()
@@ -107,6 +116,27 @@ class Arena:
         """Give an extent's memory back to the system."""
         self._committed.remove(extent)
         self.range.decommit(*self._bytes(extent))
+
+    def copy(self, moves: dict[int, int]) -> None:
+        """Copy whole blocks, old number to new; no number is both."""
+        size = self.layout.block_bytes
+        blocks = self.range.tensor()[: self.blocks * size].view(self.blocks, size)
+        for old, new in moves.items():
+            blocks[new] = blocks[old]
+
+    def blocks_within(self, size_bytes: int) -> int:
+        """How many blocks can be in use when at most so much memory is committed."""
+        extents, rest = divmod(size_bytes, self._extent_bytes)
+        whole = extents * self.extent_blocks
+        # The last extent of the range may be a short one.
+        short = self.blocks - whole
+        if 0 < short < self.extent_blocks and rest >= self._total_bytes % self._extent_bytes:
+            return self.blocks
+        return min(whole, self.blocks)
+
+    def bytes_for(self, blocks: int) -> int:
+        """The most memory that is committed when so many blocks are in use."""
+        return min(-(-blocks // self.extent_blocks) * self._extent_bytes, self._total_bytes)
 
     def close(self) -> None:
         """Return everything; the views are dead afterwards."""

@@ -8,7 +8,8 @@ number of tokens; an extent is a run of blocks whose memory is committed and ret
      ^ reserved: padded rows point at it, so extent 0 is always committed
 
 Blocks are taken from the fullest committed extent first, so that the others drain and can be
-returned.
+returned. The limit says how many blocks may be taken at once, wherever they lie: it moves with
+the memory this model is granted, while the numbers of blocks and their addresses stay.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Backing(Protocol):
 
 
 class BlockPool:
-    """Hands out block numbers below `limit`, committing extents as they are needed."""
+    """Hands out block numbers below `total`, committing extents as they are needed."""
 
-    def __init__(self, limit: int, extent_blocks: int, backing: Backing) -> None:
-        if limit < 2 or extent_blocks < 1:
-            raise ValueError(f"a pool needs at least 2 blocks (got {limit}), 1 to an extent")
-        self._limit = limit
+    def __init__(self, total: int, extent_blocks: int, backing: Backing) -> None:
+        if total < 2 or extent_blocks < 1:
+            raise ValueError(f"a pool needs at least 2 blocks (got {total}), 1 to an extent")
+        self._total = total
+        self._limit = total
         self._extent_blocks = extent_blocks
         self._backing = backing
         # Free block numbers of each committed extent, lowest on top.
@@ -46,7 +48,7 @@ class BlockPool:
     @property
     def extents(self) -> int:
         """How many extents the whole range has."""
-        return -(-self._limit // self._extent_blocks)
+        return -(-self._total // self._extent_blocks)
 
     @property
     def capacity(self) -> int:
@@ -56,12 +58,25 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that can be taken now."""
-        return self.capacity - len(self._taken)
+        return max(0, self.capacity - len(self._taken))
+
+    @property
+    def taken(self) -> int:
+        """Blocks that have an owner; more than `capacity` for a while after the limit fell."""
+        return len(self._taken)
 
     @property
     def committed(self) -> int:
         """Extents that are backed by memory."""
         return len(self._free)
+
+    def set_limit(self, limit: int) -> None:
+        """Let `limit` blocks be in use at once, the reserved one among them.
+
+        No more extents than hold that many are ever committed; those beyond are for the caller to
+        empty and return.
+        """
+        self._limit = max(2, min(limit, self._total))
 
     def take(self, count: int) -> list[int]:
         """Take `count` blocks; the caller has checked `free`."""
@@ -86,6 +101,25 @@ class BlockPool:
             self._taken.remove(block)
             self._free[block // self._extent_blocks].append(block)
 
+    def compact(self) -> dict[int, int]:
+        """Move blocks out of the emptiest extents; old number to new, for the caller to copy.
+
+        Afterwards no more extents than the taken blocks need have any in them.
+        """
+        needed = -(-(len(self._taken) + 1) // self._extent_blocks)
+        fullest = sorted(self._free, key=lambda extent: (extent != 0, len(self._free[extent])))
+        kept, emptied = fullest[:needed], set(fullest[needed:])
+        places = [block for extent in kept for block in reversed(self._free[extent])]
+        movers = sorted(b for b in self._taken if b // self._extent_blocks in emptied)
+        # The last extent of the range may be a short one, so room is not certain.
+        moves = dict(zip(movers, places, strict=False))
+        for old, new in moves.items():
+            self._free[new // self._extent_blocks].remove(new)
+            self._free[old // self._extent_blocks].append(old)
+        self._taken.difference_update(moves)
+        self._taken.update(moves.values())
+        return moves
+
     def return_empty_extents(self) -> int:
         """Give the memory of extents without a taken block back to the system; how many."""
         empty = [e for e in self._free if e and len(self._free[e]) == self._size(e)]
@@ -109,7 +143,7 @@ class BlockPool:
         assert len(free) + len(self._taken) + 1 == committed, "a block is lost"
 
     def _size(self, extent: int) -> int:
-        return min(self._extent_blocks, self._limit - extent * self._extent_blocks)
+        return min(self._extent_blocks, self._total - extent * self._extent_blocks)
 
     def _fullest_with_room(self) -> int:
         room = [extent for extent, numbers in self._free.items() if numbers]

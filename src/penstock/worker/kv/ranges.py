@@ -1,7 +1,9 @@
 """Stable ranges of addresses, of which parts are backed by memory when they are needed.
 
 RAM: a private mapping without access rights; `mprotect` commits, `madvise` gives back. Committed
-pages count against RLIMIT_DATA, reserved ones do not. GPU: CUDA's virtual memory management.
+pages count against RLIMIT_DATA, reserved ones do not. They are touched at once, so that committed
+memory is memory really held, and a step's own peak can be told from it.
+GPU: CUDA's virtual memory management.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 
 
 class Range(Protocol):
@@ -55,6 +60,11 @@ class RamRange:
         self._call("mprotect", start, size, mmap.PROT_READ | mmap.PROT_WRITE)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch is five times quicker; may be refused
             _libc.madvise(self._address + start, size, mmap.MADV_HUGEPAGE)
+        if _libc.madvise(self._address + start, size, _MADV_POPULATE_WRITE):
+            if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+                self.decommit(start, size)
+                raise torch.OutOfMemoryError(f"no {size} bytes of memory are left for KV")
+            ctypes.memset(self._address + start, 0, size)  # an older kernel
 
     def decommit(self, start: int, size: int) -> None:
         self._call("madvise", start, size, mmap.MADV_DONTNEED)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import AttentionInterface
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from penstock.worker.engine.batch import Batch
-    from penstock.worker.kv.arena import Arena
 
 IMPLEMENTATION = "penstock"
 
@@ -40,15 +38,27 @@ class Recording:
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
 
 
+class LayerBlocks(Protocol):
+    """Where KV lies: the arena."""
+
+    keys: list[Tensor]  # per layer
+    values: list[Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """A step's batch with the memory and kernels it runs on."""
 
-    batch: Batch
-    arena: Arena
+    batch: Any  # as the kernels' runner lays it out
+    arena: LayerBlocks
     kernels: Kernels
     windows: tuple[int | None, ...]  # per layer, where the model itself passes none
     slots: dict[int, int]  # the model's layer index -> the arena's
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer in the arena."""
+        slot = self.slots[layer]
+        return self.arena.keys[slot], self.arena.values[slot]
 
 
 _current: ContextVar[PagedStep | Recording | None] = ContextVar("penstock_step", default=None)
@@ -62,6 +72,12 @@ def running(step: PagedStep | Recording) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_step() -> PagedStep | None:
+    """The step whose forward this is; None in a forward of the model's own."""
+    step = _current.get()
+    return step if isinstance(step, PagedStep) else None
 
 
 def _attention(  # noqa: PLR0913 - transformers' own signature
@@ -88,16 +104,8 @@ def _attention(  # noqa: PLR0913 - transformers' own signature
         return reference.attend(rows, keys, values, masking)[None], None
     window = sliding_window if sliding_window is not None else step.windows[layer]
     masking = Masking(scale, window, softcap, s_aux)
-    slot = step.slots[layer]
-    batch = step.batch
-    key_blocks, value_blocks = step.arena.keys[slot], step.arena.values[slot]
-    step.kernels.store(keys, values, key_blocks, value_blocks, batch)
-    out = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[2])
-    if batch.decodes:
-        step.kernels.decode(rows[: batch.decodes], key_blocks, value_blocks, batch, masking, out)
-    for span in batch.chunks:
-        step.kernels.chunk(rows, key_blocks, value_blocks, span, masking, out)
-    return out[None], None
+    blocks = step.blocks(layer)
+    return step.kernels.attend(rows, (keys, values), blocks, step.batch, masking)[None], None
 
 
 def register() -> None:

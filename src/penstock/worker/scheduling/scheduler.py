@@ -4,6 +4,10 @@ Two rules carry everything: each running sequence's computed tokens catch up wit
 tokens, and the oldest sequence is never asked to give way. The first makes prefill, decode,
 chunking and recomputation one case; the second guarantees progress, because whatever is admitted
 fits the pool when it is alone there.
+
+Two things bound a step beside its limits. The pool of blocks: a sequence joins when the batch is
+expected to fit at its highest, and the youngest gives its blocks back when that was wrong. And the
+gate, which knows what a step costs: chunks shrink, then the youngest sit a step out.
 """
 
 from __future__ import annotations
@@ -12,13 +16,26 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.wire import Finish
-from penstock.worker.scheduling.sequence import Sequence
+from penstock.wire import Finish, Reserve
+from penstock.worker.scheduling.gate import StepShape
+from penstock.worker.scheduling.lengths import OutputLengths, future_peak_blocks
+from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
     from penstock.wire import Submit
     from penstock.worker.kv.blocks import BlockPool
     from penstock.worker.scheduling.policy import StepPacer
+
+    class Gate(Protocol):
+        """Whether a step of a shape has the memory it needs."""
+
+        def admits(self, shape: StepShape) -> bool: ...
+
+
+FLOOR_TOKENS = 16  # a chunk is not cut below this for want of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +46,9 @@ class StepLimits:
     sequences: int
     block_tokens: int
     logit_rows: int  # rows whose logits are computed: bounds the [rows, vocabulary] matrix
+    reserve: Reserve = Reserve.EXPECTED
+    # Rows of a chunk times the context they see: what attention over it may take.
+    pairs: int = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +97,21 @@ class Plan:
         """Rows that are not decodes."""
         return sum(piece.count for piece in self.chunks)
 
+    @property
+    def shape(self) -> StepShape:
+        """What its cost depends on."""
+        shape = StepShape()
+        for piece in self.slices:
+            shape = shape.plus(piece.count, piece.end, piece.logit_rows)
+        return shape
+
 
 class Scheduler:
     """Plans steps over a pool of blocks and takes their results back."""
 
-    def __init__(self, pool: BlockPool, limits: StepLimits, pacer: StepPacer) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: StepLimits, pacer: StepPacer, gate: Gate | None = None
+    ) -> None:
         if limits.tokens <= limits.sequences:
             raise ValueError(
                 f"a step of {limits.tokens} tokens has no room for a chunk beside "
@@ -95,6 +125,8 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._pacer = pacer
+        self._gate = gate
+        self.lengths = OutputLengths()
         self._running: list[Sequence] = []  # by arrival, always
         self._waiting: deque[Sequence] = deque()  # by arrival, always
         self._arrivals = 0
@@ -118,6 +150,15 @@ class Scheduler:
         """The longest sequence that can ever run here."""
         return self._pool.capacity * self._limits.block_tokens
 
+    def least_blocks(self) -> int:
+        """The smallest pool in which all that was taken in can still end, one after the other."""
+        known = (*self._running, *self._waiting)
+        return max((self._blocks_for(sequence.most_tokens) for sequence in known), default=0)
+
+    def oldest(self) -> Sequence | None:
+        """The one that never gives way."""
+        return next(iter((*self._running, *self._waiting)), None)
+
     def add(self, request: Submit) -> None:
         """Take a request; the caller has checked that prompt and output fit `most_tokens`."""
         assert request.prompt, "an empty prompt has no row to sample from"
@@ -127,41 +168,66 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request and free its blocks; whether it was known."""
-        for group in (self._running, self._waiting):
-            for sequence in group:
-                if sequence.id == request_id:
-                    group.remove(sequence)
-                    self._free(sequence)
-                    return True
+        for sequence in (*self._running, *self._waiting):
+            if sequence.id == request_id:
+                self._learn(sequence)  # a stop string ends an answer in this way too
+                self._remove(sequence)
+                return True
         return False
 
-    def plan(self) -> Plan:
-        """The next step. Not empty while there is work."""
+    def plan(self, most_tokens: int | None = None) -> Plan:
+        """The next step, of at most `most_tokens`. Not empty while the oldest fits the pool."""
         plan = Plan()
+        budget = min(self._limits.tokens, most_tokens or self._limits.tokens)
+        most_decodes = self._most_decodes(budget)
         for sequence in list(self._running):
+            if len(plan.decodes) == most_decodes:
+                break
             # An earlier one may have made this one give way.
             if sequence.decoding and sequence.blocks and self._make_room(sequence, 1, plan):
                 plan.decodes.append(Slice(sequence, sequence.computed, 1))
-        self._plan_chunks(plan)
+        self._plan_chunks(plan, budget - len(plan.decodes))
         return plan
 
     def absorb(self, plan: Plan, sampled: dict[int, int], duration_s: float) -> dict[int, Finish]:
         """Take a step's result: the new token of each slice that samples. Who finished, and how."""
+        self.advance(plan)
+        return self.settle(plan, sampled, duration_s)
+
+    def advance(self, plan: Plan) -> None:
+        """A step is on its way: what it will have computed, with tokens that are not known yet."""
+        for piece in plan.slices:
+            samples = piece.samples
+            piece.sequence.computed = piece.end
+            if samples:
+                piece.sequence.tokens.append(UNKNOWN)
+
+    def settle(self, plan: Plan, sampled: dict[int, int], duration_s: float) -> dict[int, Finish]:
+        """The tokens of a step that was advanced over; another may be on its way by now."""
         self._pacer.observe(len(plan.decodes), plan.chunk_tokens, duration_s)
         finished: dict[int, Finish] = {}
         for piece in plan.slices:
             sequence = piece.sequence
-            samples = piece.samples
-            sequence.computed = piece.end
-            if not samples:
+            if sequence.ended or sequence.id not in sampled:
                 continue
             token = sampled[sequence.id]
-            sequence.tokens.append(token)
-            if end := _finish(sequence, token):
+            sequence.tokens[piece.end] = token
+            if end := _finish(sequence, token, piece.end + 1 - sequence.prompt_tokens):
                 finished[sequence.id] = end
-                self._running.remove(sequence)
-                self._free(sequence)
+                del sequence.tokens[piece.end + 1 :]
+                self._learn(sequence)
+                self._remove(sequence)
         return finished
+
+    def shrink(self) -> None:
+        """Have the youngest give way until what is held fits the pool's limit."""
+        while self._pool.taken > self._pool.capacity and len(self._running) > 1:
+            self._preempt(self._running[-1], Plan())
+
+    def rename(self, moves: dict[int, int]) -> None:
+        """Blocks have been copied elsewhere: old number to new."""
+        for sequence in self._running:
+            sequence.blocks = [moves.get(block, block) for block in sequence.blocks]
 
     def drop_all(self) -> list[int]:
         """Forget everything; the ids of the requests that were here."""
@@ -175,7 +241,7 @@ class Scheduler:
         self._pool.check()
         held = [block for sequence in self._running for block in sequence.blocks]
         assert len(held) == len(set(held)), "two sequences share a block"
-        assert len(held) == self._pool.capacity - self._pool.free, "a block has no owner"
+        assert len(held) == self._pool.taken, "a block has no owner"
         assert not any(sequence.blocks for sequence in self._waiting), "a waiting one holds blocks"
         # First come, first served, and the youngest gives way: so this one order holds throughout.
         arrivals = [sequence.arrival for sequence in (*self._running, *self._waiting)]
@@ -184,43 +250,101 @@ class Scheduler:
             room = len(sequence.blocks) * self._limits.block_tokens
             assert sequence.computed <= room, "computed tokens without a block"
 
-    def _plan_chunks(self, plan: Plan) -> None:
-        budget = self._limits.tokens - len(plan.decodes)
+    def _most_decodes(self, budget: int) -> int:
+        """How many rows of decodes the step has room for, the oldest first."""
+        decoding = [sequence for sequence in self._running if sequence.decoding]
+        if not decoding:
+            return 0
+        # While the oldest is not decoding, its chunk must find room beside them.
+        oldest = self._running[0]
+        base, first = StepShape(), 0
+        if not oldest.decoding and not oldest.complete:
+            first = min(oldest.pending, FLOOR_TOKENS, max(1, budget - len(decoding)))
+            rows = first if oldest.wants_prompt_logits else 1
+            base = base.plus(first, oldest.computed + first, rows)
+        longest = max(sequence.computed for sequence in decoding) + 1
+
+        def admits(count: int) -> bool:
+            return self._gate is None or self._gate.admits(base.plus(count, longest, count, count))
+
+        least = 0 if first else 1  # one row is the smallest step there is
+        return _largest(least, max(least, min(len(decoding), budget - first)), admits)
+
+    def _plan_chunks(self, plan: Plan, budget: int) -> None:
         limit = self._pacer.chunk_limit(len(plan.decodes))
         if limit is not None:
             budget = min(budget, limit)
         for sequence in list(self._running):
             if budget <= 0:
                 return
-            if not sequence.decoding and sequence.blocks:
+            if not sequence.decoding and not sequence.complete and sequence.blocks:
                 budget -= self._plan_chunk(sequence, budget, plan)
         while budget > 0 and self._admit():
             budget -= self._plan_chunk(self._running[-1], budget, plan)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         count = min(sequence.pending, budget)
+        count = min(count, max(FLOOR_TOKENS, self._limits.pairs // (sequence.computed + count)))
         if sequence.wants_prompt_logits:
             # Every other sequence of the step may still come to need the one row it samples from.
             taken = sum(p.count for p in plan.chunks if p.sequence.wants_prompt_logits)
             count = min(count, self._limits.logit_rows - self._limits.sequences - taken)
+        if count > 0:
+            count = self._affordable(sequence, count, plan)
         if count <= 0 or not self._make_room(sequence, count, plan):
             return 0
         plan.chunks.append(Slice(sequence, sequence.computed, count))
         return count
 
+    def _affordable(self, sequence: Sequence, count: int, plan: Plan) -> int:
+        """The longest chunk up to `count` that the gate admits; 0 when others fill the step."""
+        if self._gate is None:
+            return count
+        shape = plan.shape
+
+        def admits(tokens: int) -> bool:
+            assert self._gate is not None
+            rows = tokens if sequence.wants_prompt_logits else 1
+            return self._gate.admits(shape.plus(tokens, sequence.computed + tokens, rows))
+
+        floor = min(count, FLOOR_TOKENS)
+        if sequence is not self._running[0]:
+            longest = _largest(floor, count, admits)
+            return longest if longest > floor or admits(floor) else 0
+        # The oldest always moves: decodes have left it a token, and alone it goes no lower than
+        # the floor, which is for the engine to try or to refuse.
+        return _largest(1 if plan.slices else floor, count, admits)
+
     def _admit(self) -> bool:
-        """Move the head of the queue to the running ones, if all its known tokens find room."""
+        """Move the head of the queue to the running ones, if the batch then fits to its end."""
         if not self._waiting or len(self._running) >= self._limits.sequences:
             return False
         sequence = self._waiting[0]
-        # Room for the whole prompt and a block to grow into: less would only be taken back soon.
-        wanted = min(self._blocks_for(len(sequence.tokens)) + 1, self._pool.capacity)
-        if self._pool.free < wanted and self._running:
+        if sequence.tokens[-1] == UNKNOWN:
+            return False  # gave way with a token on its way: the next step knows it
+        if self._blocks_for(len(sequence.tokens)) > self._pool.free:
+            return False
+        if self._running and not self._fits_to_the_end(sequence):
             return False
         # Taking may fail, when memory does: the sequence still waits then.
         sequence.blocks = self._pool.take(self._blocks_for(len(sequence.tokens)))
         self._running.append(self._waiting.popleft())
         return True
+
+    def _fits_to_the_end(self, newcomer: Sequence) -> bool:
+        """Whether the batch with the newcomer fits the pool at its highest."""
+        batch = (*self._running, newcomer)
+        # Whatever they come to: enough in itself, and all that counts without trust in lengths.
+        if sum(self._blocks_for(s.most_tokens) for s in batch) <= self._pool.capacity:
+            return True
+        if self._limits.reserve is Reserve.WORST_CASE:
+            return False
+        expected = []
+        for sequence in batch:
+            left = sequence.most_tokens - len(sequence.tokens)
+            to_come = min(left, int(self.lengths.remaining(sequence.generated)))
+            expected.append((len(sequence.tokens), to_come))
+        return future_peak_blocks(expected, self._limits.block_tokens) <= self._pool.capacity
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Blocks for `count` more tokens, taken from younger sequences if need be."""
@@ -246,6 +370,20 @@ class Scheduler:
         plan.decodes = [piece for piece in plan.decodes if piece.sequence is not sequence]
         plan.chunks = [piece for piece in plan.chunks if piece.sequence is not sequence]
 
+    def _learn(self, sequence: Sequence) -> None:
+        # An answer that may have one token, such as a probe's, tells nothing.
+        if sequence.generated and sequence.request.max_tokens > 1:
+            self.lengths.observe(sequence.generated)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, which may have given way while its last token was on its way."""
+        sequence.ended = True
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._free(sequence)
+
     def _free(self, sequence: Sequence) -> None:
         self._pool.give(sequence.blocks)
         sequence.blocks = []
@@ -254,10 +392,20 @@ class Scheduler:
         return -(-tokens // self._limits.block_tokens)
 
 
-def _finish(sequence: Sequence, token: int) -> Finish | None:
+def _largest(least: int, most: int, admits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that is admitted; `least` if none above it is."""
+    if most <= least or admits(most):
+        return most
+    while most - least > 1:  # nothing from `most` on is admitted
+        middle = (least + most) // 2
+        least, most = (middle, most) if admits(middle) else (least, middle)
+    return least
+
+
+def _finish(sequence: Sequence, token: int, generated: int) -> Finish | None:
     request = sequence.request
-    if token in request.stop_token_ids and sequence.generated > request.min_tokens:
+    if token in request.stop_token_ids and generated > request.min_tokens:
         return Finish.STOP
-    if sequence.generated >= request.max_tokens:
+    if generated >= request.max_tokens:
         return Finish.LENGTH
     return None

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.wire import Submit
 
+# A token that has been sampled and is still on its way here from the device.
+UNKNOWN = -1
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -20,6 +23,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     preempted: int = 0  # how often it gave way
     scored: int = 0  # prompt tokens whose log-probabilities were sent
+    ended: bool = False  # finished or cancelled: what is still on its way is of no use
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -40,6 +44,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens it can come to at the very most."""
+        return len(self.request.prompt) + self.request.max_tokens
+
+    @property
     def pending(self) -> int:
         """Known tokens that are not yet computed."""
         return len(self.tokens) - self.computed
@@ -47,7 +56,12 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Only the newest token is missing: one row gives the next token."""
-        return self.pending == 1 and self.generated > 0
+        return self.pending == 1 and self.generated > 0 and not self.complete
+
+    @property
+    def complete(self) -> bool:
+        """It has all the tokens it may have, though the last may not be known yet."""
+        return self.generated >= self.request.max_tokens
 
     @property
     def wants_prompt_logits(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,9 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_memory_comes_with_use_and_goes_with_the_extent() -> None:
-    arena, pool = wide_arena()
     start = resident_bytes()
-    blocks = pool.take(pool.free)
-    for view in views(arena):
-        view.fill_(1.0)
+    arena, pool = wide_arena()
+    blocks = pool.take(pool.free)  # resident when committed, before anyone writes
     full = resident_bytes()
     assert full - start > 3 * EXTENT_BYTES - (8 << 20)
     assert arena.committed_bytes >= 3 * EXTENT_BYTES
@@ -123,4 +122,44 @@ def test_every_block_the_pool_hands_out_can_be_read_and_written() -> None:
         for view in views(arena):
             view[block] += 1.0
     pool.check()
+    arena.close()
+
+
+def test_copied_blocks_keep_every_layers_values() -> None:
+    arena, pool = open_arena()
+    pool.take(5)
+    for view in views(arena):
+        view.copy_(torch.randn(view.shape))
+    before = [view.clone() for view in views(arena)]
+    arena.copy({4: 1, 5: 2})
+    for view, old in zip(views(arena), before, strict=True):
+        assert torch.equal(view[1], old[4]) and torch.equal(view[2], old[5])
+        assert torch.equal(view[3:], old[3:])
+
+
+def test_blocks_and_bytes_of_a_limit_agree() -> None:
+    arena, _ = wide_arena()
+    whole = arena.extent_blocks
+    assert arena.blocks_within(0) == 0
+    assert arena.blocks_within(EXTENT_BYTES - 1) == 0
+    assert arena.blocks_within(2 * EXTENT_BYTES) == 2 * whole
+    assert arena.blocks_within(100 * EXTENT_BYTES) == arena.blocks == 3 * whole + 5
+    for blocks in (1, whole, whole + 1, 3 * whole, arena.blocks):
+        assert arena.blocks_within(arena.bytes_for(blocks)) >= blocks
+    arena.close()
+
+
+def test_a_commit_beyond_the_limit_of_the_process_fails_and_changes_nothing() -> None:
+    arena, pool = wide_arena()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    before = arena.committed_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (EXTENT_BYTES // 2, hard))
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.take(pool.free)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert arena.committed_bytes == before
+    pool.check()
+    pool.take(pool.free)
     arena.close()

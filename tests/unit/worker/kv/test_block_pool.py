@@ -36,12 +36,14 @@ class PoolMachine(RuleBasedStateMachine):
     def open(self, limit: int, extent_blocks: int) -> None:
         self.memory = FakeMemory()
         self.extent_blocks = extent_blocks
+        self.total = limit
         self.pool = BlockPool(limit, extent_blocks, self.memory)
         self.held: list[int] = []
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.pool.free))
+        self.committed_before = self.pool.committed
         try:
             taken = self.pool.take(count)
         except MemoryError:
@@ -50,6 +52,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(taken) == count
         assert not set(taken).intersection(self.held), "a block has two owners"
         self.held += taken
+        # However the limit has moved: nothing beyond it is committed for this.
+        if taken:
+            allowed = -(-(self.pool.capacity + 1) // self.extent_blocks)
+            assert self.pool.committed <= max(allowed, self.committed_before)
 
     @rule(excess=st.integers(1, 5))
     def take_too_many(self, excess: int) -> None:
@@ -74,6 +80,23 @@ class PoolMachine(RuleBasedStateMachine):
         needed = {block // self.extent_blocks for block in self.held} | {0}
         assert self.memory.backed == needed, "an extent nobody uses is still backed"
 
+    @rule(limit=st.integers(0, 50))
+    def move_limit(self, limit: int) -> None:
+        self.pool.set_limit(limit)
+        assert self.pool.capacity == max(2, min(limit, self.total)) - 1
+
+    @rule()
+    def compact(self) -> None:
+        owners = {block: owner for owner, block in enumerate(self.held)}
+        moves = self.pool.compact()
+        assert not set(moves).intersection(moves.values()), "a copy would read what it has written"
+        assert set(moves) <= set(self.held) and not set(moves.values()) & set(self.held)
+        self.held = [moves.get(block, block) for block in owners]
+        assert len(set(self.held)) == len(self.held)
+        if self.total % self.extent_blocks == 0:
+            used = {block // self.extent_blocks for block in self.held} | {0}
+            assert len(used) <= -(-(len(self.held) + 1) // self.extent_blocks)
+
     @rule(left=st.none() | st.integers(0, 2))
     def change_memory(self, left: int | None) -> None:
         self.memory.left = left
@@ -81,7 +104,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.pool.check()
-        assert self.pool.free == self.pool.capacity - len(self.held)
+        assert self.pool.free == max(0, self.pool.capacity - len(self.held))
+        assert self.pool.taken == len(self.held)
         assert self.pool.committed == len(self.memory.backed)
         assert {block // self.extent_blocks for block in self.held} <= self.memory.backed
         assert 0 in self.memory.backed
@@ -90,6 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.give(self.held)
             self.memory.left = None
+            self.pool.set_limit(self.total)
             assert sorted(self.pool.take(self.pool.free)) == list(range(1, self.pool.capacity + 1))
 
 
@@ -99,7 +124,7 @@ TestPoolMachine.settings = settings(max_examples=400, stateful_step_count=30, de
 
 def test_the_fullest_extent_is_filled_first_so_that_the_others_drain() -> None:
     memory = FakeMemory()
-    pool = BlockPool(limit=12, extent_blocks=4, backing=memory)
+    pool = BlockPool(total=12, extent_blocks=4, backing=memory)
     everything = pool.take(11)
     pool.give([block for block in everything if block in (5, 6, 7, 10)])
     assert pool.take(1) == [10]  # extent 2 has one block free, extent 1 has three
@@ -110,7 +135,7 @@ def test_the_fullest_extent_is_filled_first_so_that_the_others_drain() -> None:
 
 def test_committed_blocks_are_used_before_new_memory_is() -> None:
     memory = FakeMemory()
-    pool = BlockPool(limit=100, extent_blocks=10, backing=memory)
+    pool = BlockPool(total=100, extent_blocks=10, backing=memory)
     pool.take(9)
     assert memory.backed == {0}
     pool.take(1)
@@ -119,7 +144,7 @@ def test_committed_blocks_are_used_before_new_memory_is() -> None:
 
 def test_a_failed_commit_hands_out_nothing() -> None:
     memory = FakeMemory()
-    pool = BlockPool(limit=12, extent_blocks=4, backing=memory)
+    pool = BlockPool(total=12, extent_blocks=4, backing=memory)
     memory.left = 1
     with pytest.raises(MemoryError):
         pool.take(11)
@@ -131,3 +156,26 @@ def test_a_failed_commit_hands_out_nothing() -> None:
 def test_a_pool_without_room_is_refused(limit: int, extent_blocks: int) -> None:
     with pytest.raises(ValueError, match="at least 2 blocks"):
         BlockPool(limit, extent_blocks, FakeMemory())
+
+
+def test_a_lower_limit_takes_nothing_away_and_hands_nothing_out() -> None:
+    memory = FakeMemory()
+    pool = BlockPool(total=12, extent_blocks=4, backing=memory)
+    held = pool.take(7)
+    pool.set_limit(5)
+    assert (pool.capacity, pool.free, pool.taken) == (4, 0, 7)
+    pool.give(held[:4])
+    assert pool.free == 1
+    pool.set_limit(100)
+    assert pool.capacity == 11
+
+
+def test_compacting_empties_whole_extents() -> None:
+    memory = FakeMemory()
+    pool = BlockPool(total=16, extent_blocks=4, backing=memory)
+    everything = pool.take(15)
+    pool.give([block for block in everything if block not in (2, 6, 10)])
+    moves = pool.compact()
+    assert set(moves) == {6, 10} and set(moves.values()) <= {1, 3}
+    assert pool.return_empty_extents() == 3
+    assert memory.backed == {0}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.wire import Finish, Sampling, Submit
+from penstock.wire import Finish, Reserve, Sampling, Submit
 from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.scheduling.policy import StepPacer
-from penstock.worker.scheduling.scheduler import Plan, Scheduler, StepLimits
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, StepLimits
+
+if TYPE_CHECKING:
+    from penstock.worker.scheduling.gate import StepShape
 
 STOP_TOKEN = 7
 GREEDY = Sampling(temperature=0)
@@ -31,21 +35,44 @@ class FakeMemory:
         pass
 
 
+class FakeGate:
+    """A step costs its rows, twice its sequences and a tenth of its longest context."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 30
+        self.turned_away = False
+
+    def cost(self, shape: StepShape) -> int:
+        return shape.tokens + 2 * shape.sequences + shape.context // 10
+
+    def admits(self, shape: StepShape) -> bool:
+        fits = self.cost(shape) <= self.room
+        self.turned_away |= not fits
+        return fits
+
+
 def make_scheduler(
     blocks: int = 8,
     block_tokens: int = 4,
     tokens: int = 16,
     sequences: int = 4,
     target_s: float | None = None,
+    gate: FakeGate | None = None,
+    reserve: Reserve = Reserve.EXPECTED,
 ) -> Scheduler:
-    limits = StepLimits(tokens, sequences, block_tokens, logit_rows=2 * sequences)
+    limits = StepLimits(tokens, sequences, block_tokens, 2 * sequences, reserve)
     return Scheduler(
-        BlockPool(blocks + 1, 2, FakeMemory()), limits, StepPacer(target_s, floor_tokens=2)
+        BlockPool(blocks + 1, 2, FakeMemory()), limits, StepPacer(target_s, floor_tokens=2), gate
     )
 
 
 def submit(number: int, prompt: int, max_tokens: int, **more: object) -> Submit:
     return Submit(number, [1] * prompt, max_tokens, GREEDY, **more)  # type: ignore[arg-type]
+
+
+def expect_short_answers(scheduler: Scheduler) -> None:
+    for _ in range(500):
+        scheduler.lengths.observe(1)
 
 
 def run_step(scheduler: Scheduler, token: int = 1) -> tuple[Plan, dict[int, Finish]]:
@@ -70,6 +97,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 5),
         spare_tokens=st.integers(1, 12),
         target_s=st.none() | st.just(0.1),
+        gated=st.booleans(),
+        reserve=st.sampled_from(Reserve),
+        short_answers=st.booleans(),
     )
     def open(
         self,
@@ -78,18 +108,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences: int,
         spare_tokens: int,
         target_s: float | None,
+        gated: bool,
+        reserve: Reserve,
+        short_answers: bool,
     ) -> None:
+        self.gate = FakeGate() if gated else None
+        self.may_preempt = reserve is Reserve.EXPECTED  # or the limit fell, or memory failed
         self.memory = FakeMemory()
         self.limits = StepLimits(
             tokens=sequences + spare_tokens,
             sequences=sequences,
             block_tokens=block_tokens,
             logit_rows=2 * sequences,
+            reserve=reserve,
         )
         floor_tokens = 2
-        self.least_chunk = min(spare_tokens, floor_tokens, sequences)
+        # A gate leaves the oldest one token in a step full of others' decodes.
+        self.least_chunk = 1 if gated else min(spare_tokens, floor_tokens, sequences)
         self.pool = BlockPool(blocks + 1, 3, self.memory)
-        self.scheduler = Scheduler(self.pool, self.limits, StepPacer(target_s, floor_tokens))
+        pacer = StepPacer(target_s, floor_tokens)
+        self.scheduler = Scheduler(self.pool, self.limits, pacer, self.gate)
+        if short_answers:
+            expect_short_answers(self.scheduler)
         self.promises: dict[int, Promise] = {}
         self.arrivals = 0
         self.steps = 0
@@ -134,17 +174,46 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def return_memory(self) -> None:
+        self.scheduler.rename(self.pool.compact())
         self.pool.return_empty_extents()
 
+    @rule(limit=st.integers(1, 12))
+    def move_limit(self, limit: int) -> None:
+        self.may_preempt = True
+        self.pool.set_limit(max(limit, self.scheduler.least_blocks() + 1))
+        self.scheduler.shrink()
+        assert self.pool.taken <= self.pool.capacity
+
+    @precondition(lambda self: self.gate is not None)
+    @rule(room=st.integers(0, 40))
+    def change_room(self, room: int) -> None:
+        assert self.gate is not None
+        self.gate.room = room
+
     @precondition(lambda self: self.promises)
-    @rule(data=st.data(), duration_s=st.sampled_from([0.01, 0.1, 1.0]))
-    def step(self, data: st.DataObject, duration_s: float) -> None:
+    @rule(
+        data=st.data(),
+        duration_s=st.sampled_from([0.01, 0.1, 1.0]),
+        most_tokens=st.none() | st.integers(1, 8),
+    )
+    def step(self, data: st.DataObject, duration_s: float, most_tokens: int | None) -> None:
+        if self.least_chunk > 1:
+            most_tokens = None  # a step made smaller need not keep the pace of a whole one
+        if self.gate is not None:
+            self.gate.turned_away = False
         try:
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(most_tokens)
         except MemoryError:
             assert self.memory.full
             return
-        self._inspect(plan)
+        self._inspect(plan, most_tokens)
+        if data.draw(st.booleans(), label="the step fails"):
+            # Nothing was taken; the very same step can be planned again.
+            again = self.scheduler.plan(most_tokens)
+            assert [(p.sequence, p.start, p.count) for p in again.slices] == [
+                (p.sequence, p.start, p.count) for p in plan.slices
+            ]
+            return
         tokens = st.sampled_from([1, 2, STOP_TOKEN])
         sampled = {s.sequence.id: data.draw(tokens) for s in plan.slices if s.samples}
         self._finish_step(plan, sampled, duration_s)
@@ -156,6 +225,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.has_work() == bool(self.promises)
 
     @invariant()
+    def nobody_gives_way_who_was_promised_the_worst_case(self) -> None:
+        assert self.may_preempt or self.scheduler.preemptions == 0
+
+    @invariant()
     def nobody_starves(self) -> None:
         for number, promise in self.promises.items():
             assert self.steps < promise.finished_by, f"request {number} should be finished"
@@ -165,6 +238,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.memory.full = False
         while self.promises:
+            if self.gate is not None:
+                self.gate.turned_away = False
             plan = self.scheduler.plan()
             self._inspect(plan)
             self._finish_step(plan, {s.sequence.id: 1 for s in plan.slices if s.samples}, 0.1)
@@ -177,9 +252,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = len(request.prompt) + request.max_tokens
         return -(-size // self.least_chunk) + request.max_tokens
 
-    def _inspect(self, plan: Plan) -> None:
+    def _inspect(self, plan: Plan, most_tokens: int | None = None) -> None:
         assert plan.slices, "there is work and the step is empty"
         assert plan.tokens == sum(piece.count for piece in plan.slices) <= self.limits.tokens
+        assert plan.tokens <= (most_tokens or plan.tokens)
+        if self.gate is not None:
+            alone = len(plan.slices) == 1 and plan.tokens <= FLOOR_TOKENS
+            assert alone or self.gate.cost(plan.shape) <= self.gate.room
         assert len(plan.slices) <= self.limits.sequences
         assert sum(piece.logit_rows for piece in plan.slices) <= self.limits.logit_rows
         numbers = [piece.sequence.id for piece in plan.slices]
@@ -192,8 +271,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert piece.end <= len(sequence.blocks) * self.limits.block_tokens
         assert all(piece.sequence.decoding for piece in plan.decodes)
         # Whoever streams and still has its blocks streams on, however long others' prompts are.
-        streaming = {s.id for s in self.scheduler._running if s.decoding}
-        assert streaming <= {piece.sequence.id for piece in plan.decodes}
+        if most_tokens is None and not (self.gate and self.gate.turned_away):
+            streaming = {s.id for s in self.scheduler._running if s.decoding}
+            assert streaming <= {piece.sequence.id for piece in plan.decodes}
         oldest = min(self.promises)
         assert oldest in numbers, "the oldest request was not moved"
 
@@ -243,6 +323,7 @@ def test_streams_decode_in_every_step_of_anothers_long_prompt() -> None:
 
 def test_the_youngest_gives_way_and_computes_its_tokens_again() -> None:
     scheduler = make_scheduler(blocks=5, block_tokens=4, tokens=16, sequences=3)
+    expect_short_answers(scheduler)
     scheduler.add(submit(0, prompt=4, max_tokens=8))
     scheduler.add(submit(1, prompt=4, max_tokens=8))
     counts: dict[int, int] = {0: 0, 1: 0}
@@ -303,3 +384,126 @@ def test_a_chunk_of_prompt_logprobs_leaves_a_row_to_everyone_who_samples() -> No
 def test_a_step_without_room_for_a_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match="raise step_tokens or lower step_sequences"):
         make_scheduler(tokens=4, sequences=4)
+
+
+def gated(room: int) -> tuple[Scheduler, FakeGate]:
+    gate = FakeGate()
+    gate.room = room
+    return make_scheduler(blocks=100, tokens=64, gate=gate), gate
+
+
+def test_a_chunk_shrinks_to_what_the_gate_admits() -> None:
+    scheduler, gate = gated(room=40)
+    scheduler.add(submit(0, prompt=100, max_tokens=1))
+    plan = scheduler.plan()
+    assert plan.tokens == 35  # 35 rows, 2 for the sequence, 3 for the context; 36 would make 41
+    assert gate.cost(plan.shape) == 40
+
+
+def test_alone_a_chunk_does_not_go_below_the_floor() -> None:
+    scheduler, gate = gated(room=3)
+    scheduler.add(submit(0, prompt=100, max_tokens=1))
+    plan = scheduler.plan()
+    assert plan.tokens == FLOOR_TOKENS and gate.cost(plan.shape) > gate.room
+
+
+def test_the_youngest_sit_a_step_out_and_keep_their_blocks() -> None:
+    scheduler, gate = gated(room=1000)
+    for number in range(4):
+        scheduler.add(submit(number, prompt=4, max_tokens=9))
+    run_step(scheduler)
+    gate.room = 7  # two rows and two sequences
+    plan, _ = run_step(scheduler)
+    assert [piece.sequence.id for piece in plan.decodes] == [0, 1]
+    assert scheduler.preemptions == 0 and scheduler.running == 4
+    gate.room = 1000
+    plan, _ = run_step(scheduler)
+    assert [piece.sequence.id for piece in plan.decodes] == [0, 1, 2, 3]
+
+
+def test_decodes_leave_the_oldest_its_chunk() -> None:
+    scheduler, gate = gated(room=1000)
+    scheduler.add(submit(0, prompt=200, max_tokens=9))
+    for number in (1, 2, 3):
+        scheduler.add(submit(number, prompt=1, max_tokens=30))
+    scheduler.plan(most_tokens=64)
+    for _ in range(2):
+        run_step(scheduler)
+    gate.room = 40
+    plan, _ = run_step(scheduler)
+    assert 0 in [piece.sequence.id for piece in plan.chunks]
+
+
+@pytest.mark.parametrize(("reserve", "together"), [(Reserve.EXPECTED, 3), (Reserve.WORST_CASE, 1)])
+def test_how_many_join_depends_on_what_they_are_expected_to_come_to(
+    reserve: Reserve, together: int
+) -> None:
+    scheduler = make_scheduler(blocks=12, block_tokens=4, tokens=64, reserve=reserve)
+    expect_short_answers(scheduler)
+    for number in range(3):
+        scheduler.add(submit(number, prompt=8, max_tokens=30))
+    scheduler.plan()
+    assert scheduler.running == together
+
+
+def test_a_smaller_limit_makes_the_youngest_give_way() -> None:
+    pool = BlockPool(13, 2, FakeMemory())
+    scheduler = Scheduler(pool, StepLimits(64, 4, 4, 8), StepPacer(None))
+    for number in range(3):
+        scheduler.add(submit(number, prompt=8, max_tokens=4))
+    scheduler.plan()
+    assert scheduler.running == 3
+    pool.set_limit(scheduler.least_blocks() + 1)
+    scheduler.shrink()
+    assert (scheduler.running, scheduler.waiting) == (1, 2)
+    scheduler.check()
+
+
+def launch(scheduler: Scheduler) -> tuple[Plan, dict[int, int]]:
+    """Plan a step and let it fly; what it will have sampled."""
+    plan = scheduler.plan()
+    sampled = {piece.sequence.id: 1 for piece in plan.slices if piece.samples}
+    scheduler.advance(plan)
+    scheduler.check()
+    return plan, sampled
+
+
+def test_a_step_is_planned_over_tokens_that_are_not_known_yet() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(submit(1, 3, 3))
+    flying = launch(scheduler)
+    generated = []
+    while scheduler.has_work():
+        before, flying = flying, launch(scheduler)
+        generated.append(flying[0].tokens)
+        scheduler.settle(*before, 0.0)
+    # Two more rows, then nothing: the last token is on its way and needs no row of its own.
+    assert generated == [1, 1, 0]
+
+
+def test_an_answer_that_ends_in_flight_drops_what_was_launched_for_it() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(submit(1, 3, 9, stop_token_ids=[STOP_TOKEN]))
+    first, _ = launch(scheduler)
+    second, _ = launch(scheduler)
+    sequence = first.slices[0].sequence
+    assert scheduler.settle(first, {1: STOP_TOKEN}, 0.0) == {1: Finish.STOP}
+    assert scheduler.settle(second, {1: 1}, 0.0) == {}
+    assert sequence.tokens[3:] == [STOP_TOKEN]
+    assert not scheduler.has_work()
+    scheduler.check()
+
+
+def test_who_gives_way_in_flight_comes_back_with_the_token() -> None:
+    scheduler = make_scheduler(blocks=4)
+    expect_short_answers(scheduler)
+    scheduler.add(submit(1, 3, 12))
+    scheduler.add(submit(2, 3, 12))
+    flying = launch(scheduler)
+    finished: dict[int, Finish] = {}
+    for _ in range(40):
+        before, flying = flying, launch(scheduler)
+        finished |= scheduler.settle(*before, 0.0)
+        scheduler.check()
+    assert scheduler.preemptions > 0
+    assert finished == {1: Finish.LENGTH, 2: Finish.LENGTH}

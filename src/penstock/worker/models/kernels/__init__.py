@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,4 +19,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
         from penstock.worker.models.kernels.cpu import CpuKernels
 
         return CpuKernels()
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from penstock.worker.models.kernels.cuda import CudaKernels
+
+        return CudaKernels()
     return ReferenceKernels()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
-
-    from penstock.worker.engine.batch import Batch, Span
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +23,15 @@ class Masking:
 class Kernels(Protocol):
     """KV of rows into blocks, attention of rows over blocks, and what else a model gains."""
 
-    def adopt(self, model: Module) -> None:
+    def adopt(self, model: PreTrainedModel) -> None:
         """Put the kernels' own parts into a loaded model."""
 
-    def store(
-        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
-    ) -> None:
-        """Write the rows' own KV, [T, kv_heads, dim], to their places in the arena."""
-
-    def decode(
+    def attend(
         self,
-        rows: Tensor,  # [decodes, heads, key_dim]
-        keys: Tensor,  # [blocks, block_tokens, kv_heads, key_dim]
-        values: Tensor,
-        batch: Batch,
+        rows: Tensor,  # [T, heads, key_dim]
+        new: tuple[Tensor, Tensor],  # the rows' own keys and values, [T, kv_heads, dim]
+        blocks: tuple[Tensor, Tensor],  # [blocks, block_tokens, kv_heads, dim]
+        batch: Any,  # as the runner of these kernels lays it out
         masking: Masking,
-        out: Tensor,  # [T, heads, value_dim]: the first `decodes` rows are written
-    ) -> None: ...
-
-    def chunk(
-        self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
-    ) -> None: ...
+    ) -> Tensor:
+        """Write the rows' KV to its places; what each row sees there, [T, heads, value_dim]."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from penstock.worker.engine.batch import Batch, Span
     from penstock.worker.models.kernels.interface import Masking
 
-# Queries are taken in tiles, so that no mask or score matrix grows with the square of the context.
-_TILE_ELEMENTS = 4 << 20
+# Queries are taken in tiles, so that no score matrix grows with the square of the context: the most
+# scores of all heads together.
+_TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class ReferenceKernels:
@@ -26,6 +27,24 @@ class ReferenceKernels:
 
     def adopt(self, model: Module) -> None:
         """The model's own parts are good enough here."""
+
+    def attend(
+        self,
+        rows: Tensor,
+        new: tuple[Tensor, Tensor],
+        blocks: tuple[Tensor, Tensor],
+        batch: Batch,
+        masking: Masking,
+    ) -> Tensor:
+        """All rows of a batch: decodes together, then chunk by chunk."""
+        keys, values = blocks
+        self.store(*new, keys, values, batch)
+        out = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[3])
+        if batch.decodes:
+            self.decode(rows[: batch.decodes], keys, values, batch, masking, out)
+        for span in batch.chunks:
+            self.chunk(rows, keys, values, span, masking, out)
+        return out
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
@@ -45,14 +64,18 @@ class ReferenceKernels:
         size = keys.shape[1]
         for index, context in enumerate(batch.decode_contexts.tolist()):
             table = batch.decode_tables[index, : -(-context // size)].long()
-            seen_keys, seen_values = (gather(b, table, context) for b in (keys, values))
+            first = first_seen(context - 1, masking)
+            seen_keys, seen_values = (gather(b, table, first, context) for b in (keys, values))
             out[index] = attend(rows[index : index + 1], seen_keys, seen_values, masking)[0]
 
     def chunk(
         self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
     ) -> None:
         end = span.row + span.count
-        seen_keys, seen_values = (gather(b, span.table, span.context) for b in (keys, values))
+        first = first_seen(span.context - span.count, masking)
+        seen_keys, seen_values = (
+            gather(blocks, span.table, first, span.context) for blocks in (keys, values)
+        )
         out[span.row : end] = attend(rows[span.row : end], seen_keys, seen_values, masking)
 
 
@@ -72,7 +95,7 @@ def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tens
             queries, spread_keys, spread_values, is_causal=count > 1, scale=masking.scale
         )
         return answer.permute(2, 0, 1, 3).flatten(1, 2)
-    tile = max(1, _TILE_ELEMENTS // context)
+    tile = max(1, _TILE_SCORES[rows.device.type] // (context * rows.shape[1]))
     pieces = []
     for start in range(0, count, tile):
         part = queries[:, :, start : start + tile]
@@ -84,9 +107,17 @@ def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tens
     return torch.cat(pieces, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def gather(blocks: Tensor, table: Tensor, context: int) -> Tensor:
-    """The blocks of a table side by side, cut to the context: [context, kv_heads, dim]."""
-    return blocks[table].flatten(0, 1)[:context]
+def first_seen(position: int, masking: Masking) -> int:
+    """The first position that a row at `position`, or any after it, sees."""
+    return 0 if masking.window is None else max(0, position - masking.window + 1)
+
+
+def gather(blocks: Tensor, table: Tensor, first: int, end: int) -> Tensor:
+    """Positions `first .. end` of a sequence side by side: [end - first, kv_heads, dim]."""
+    size = blocks.shape[1]
+    skipped = first // size
+    together = blocks[table[skipped : -(-end // size)]].flatten(0, 1)
+    return together[first - skipped * size : end - skipped * size]
 
 
 def _visible(

@@ -1,0 +1,206 @@
+"""Bytes of requests in the server itself: bodies, decoded fields, texts and token lists.
+
+They are booked under `requests` in `ram` before they are read or made. A floor is always booked,
+so that KV can never take all of the memory that requests need; beyond it the pool grows as far as
+the books allow. Who finds no room waits in order of arrival and does not read on meanwhile, which
+the client sees as a slow connection, until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.errors import Overloaded
+from penstock.memory.ledger import OutOfBudget, Purpose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from penstock.memory.ledger import Ledger
+
+# Bytes of the process per byte of body, once it is decoded; measured for JSON with one long text
+# (2.1: the body and the text) and with token ids (4.8: each id is an object and a place in a list).
+BODY_FACTOR = 5
+# One more id in a list: 8 bytes for its place, 32 for the number (28 rounded up).
+TOKEN_BYTES = 40
+# The tokenizer's own peak per byte of text, measured: 105 for words, 213 for random characters.
+# It is given back at the end, and only as many texts are in it as it has threads.
+TOKENISE_FACTOR = 214
+
+# One token of an answer that is kept until it is whole, and one log-probability of it: 125 bytes as
+# it came, 366 as it is rendered, 85 as it is sent.
+ANSWER_TOKEN_BYTES = 700
+LOGPROB_BYTES = 580
+
+_MOST_SHARE = 4  # requests never get more of the limit than a quarter
+_FLOOR_SHARE = 64  # of the limit; 32 MiB of 2 GiB
+_FLOOR_LEAST = 8 << 20
+_FLOOR_MOST = 256 << 20
+
+
+def floor_bytes(limit_bytes: int) -> int:
+    """What is always kept for requests."""
+    return max(_FLOOR_LEAST, min(limit_bytes // _FLOOR_SHARE, _FLOOR_MOST))
+
+
+@dataclass(slots=True)
+class _Waiter:
+    size: int
+    turn: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+
+class RequestPool:
+    """The one booking that all requests share; used on the event loop only."""
+
+    def __init__(self, ledger: Ledger, floor: int, most_bodies: int, patience_s: float) -> None:
+        limit = ledger.snapshot()["ram"].limit_bytes
+        self._most = min(most_bodies * BODY_FACTOR, limit // _MOST_SHARE)
+        self._floor = floor = min(floor, self._most)
+        # Told how much could not be had, whenever someone begins to wait.
+        self.on_starved: Callable[[int], None] = lambda _: None
+        self._patience_s = patience_s
+        self._used = 0
+        self._waiters: deque[_Waiter] = deque()
+        self._booking = ledger.reserve("requests", {("ram", Purpose.REQUESTS): floor})
+
+    @property
+    def used_bytes(self) -> int:
+        """Held by requests now; the booking is this or the floor, whichever is more."""
+        return self._used
+
+    @property
+    def most_bytes(self) -> int:
+        """More than this is never given, to one request or all."""
+        return self._most
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiters)
+
+    def share(self) -> Share:
+        """One request's part of the pool, empty; give it back with `release` or a `with` block."""
+        return Share(self)
+
+    def retry(self) -> None:
+        """Room may have come back elsewhere: let those in front of the line try again."""
+        while self._waiters:
+            waiter = self._waiters[0]
+            if not waiter.turn.done():
+                if not self._try(waiter.size):
+                    return
+                waiter.turn.set_result(None)
+            self._waiters.popleft()
+
+    async def take(self, size: int) -> None:
+        """Book `size` more bytes, in turn; `Overloaded` after the deadline or if it never fits."""
+        if size > self._most:
+            raise self._overloaded(size)
+        if not self._waiters and self._try(size):
+            return
+        waiter = _Waiter(size)
+        self._waiters.append(waiter)
+        self.on_starved(self._used + sum(w.size for w in self._waiters) - self._booking.total())
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await waiter.turn
+        except TimeoutError:
+            raise self._overloaded(size) from None
+        except asyncio.CancelledError:
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                self.give(size)  # the turn came in the same moment
+            raise
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def take_now(self, size: int) -> None:
+        """Book `size` more bytes of something that has begun and must end: never waits.
+
+        Where the books have no room, what is used is more than what is booked until the readings
+        have it; no new request comes in meanwhile.
+        """
+        self._used += size
+        if self._used > self._booking.total():
+            with contextlib.suppress(OutOfBudget):
+                self._booking.resize({("ram", Purpose.REQUESTS): self._used})
+
+    def give(self, size: int) -> None:
+        """Return what `take` booked."""
+        self._used -= size
+        assert self._used >= 0
+        size = max(self._used, self._floor)
+        if size < self._booking.total():
+            self._booking.resize({("ram", Purpose.REQUESTS): size})
+        self.retry()
+
+    def _try(self, size: int) -> bool:
+        used = self._used + size
+        if used > self._most:
+            return False
+        if used > self._booking.total():
+            try:
+                self._booking.resize({("ram", Purpose.REQUESTS): used})
+            except OutOfBudget:
+                return False
+        self._used = used
+        return True
+
+    def _overloaded(self, size: int) -> Overloaded:
+        return Overloaded(
+            f"There is no memory for the {size} bytes that this request takes in the server: "
+            f"{self._used} bytes of requests are held, and at most {self._most} may be "
+            "(server.max_bodies and memory.limit); try again shortly.",
+            retry_after_s=1,
+            numbers={
+                "reason": "memory",
+                "domain": "ram",
+                "needed_bytes": size,
+                "limit_bytes": self._booking.total() - self._used,
+            },
+        )
+
+
+class Share:
+    """What one request holds of the pool."""
+
+    def __init__(self, pool: RequestPool) -> None:
+        self._pool = pool
+        self.size = 0
+
+    async def grow(self, size: int) -> None:
+        """Hold so much more; waits for it."""
+        await self._pool.take(size)
+        self.size += size
+
+    def grow_now(self, size: int) -> None:
+        """Hold so much more at once."""
+        self._pool.take_now(size)
+        self.size += size
+
+    def shrink(self, size: int) -> None:
+        """Hold so much less."""
+        size = min(size, self.size)
+        self.size -= size
+        self._pool.give(size)
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.shrink(self.size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

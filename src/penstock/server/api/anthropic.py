@@ -1,0 +1,214 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.server.api.answers import EVENT_STREAM, collect, send_stream
+from penstock.server.api.anthropic_fields import CountFields, MessagesFields
+from penstock.server.api.conversation import prepare
+from penstock.server.api.errors import ANTHROPIC, event
+from penstock.server.api.exchange import decode_json
+from penstock.server.api.generation import Finish, Generation, Job, Piece
+from penstock.text.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningDelta, TextDelta
+
+if TYPE_CHECKING:
+    from penstock.errors import PenstockError
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Usage
+    from penstock.server.api.services import Services
+
+decoder = msgspec.json.Decoder(MessagesFields)
+_count_decoder = msgspec.json.Decoder(CountFields)
+
+_STOP_REASONS = {
+    Finish.STOP: "end_turn",
+    Finish.STOP_STRING: "stop_sequence",
+    Finish.LENGTH: "max_tokens",
+    Finish.CALLS: "tool_use",
+}
+# Their servers sign what a model thought; clients send it back unread, and so do we accept it.
+_SIGNATURE = "penstock"
+
+
+async def messages(exchange: Exchange, services: Services) -> None:
+    """The endpoint."""
+    async with exchange.body() as body:
+        fields = await decode_json(decoder, body)
+        work = prepare(exchange, fields.conversation(), services)
+        job = await exchange.while_connected(work)
+    generation = Generation(exchange, services, job)
+    with services.metrics.observe(exchange, generation, job.card.name):
+        answer = _Answer(exchange.id, job)
+        if fields.stream:
+            keepalive_after_s = services.config.server.keepalive_after_s
+            await send_stream(exchange, generation, answer, keepalive_after_s)
+        else:
+            [pieces] = await collect(exchange, generation, 1)
+            await exchange.send_json(answer.whole(pieces, generation.usage))
+
+
+async def count_tokens(exchange: Exchange, services: Services) -> None:
+    """How many tokens a conversation comes to; nothing is run."""
+    async with exchange.body() as body:
+        fields = await decode_json(_count_decoder, body)
+        work = prepare(exchange, fields.conversation(), services)
+        job = await exchange.while_connected(work)
+    await exchange.send_json({"input_tokens": sum(map(len, job.prompts))})
+
+
+def _usage(usage: Usage) -> dict[str, object]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _call_block(begin: CallBegin) -> dict[str, Any]:
+    call_id = begin.id or f"toolu_{secrets.token_hex(12)}"
+    return {"type": "tool_use", "id": call_id, "name": begin.name, "input": {}}
+
+
+class _Answer:
+    """Pieces as Anthropic's protocol writes them: a list of blocks, each opened and closed."""
+
+    media_type = EVENT_STREAM
+    keep_alive = event({"type": "ping"}, "ping")
+
+    def __init__(self, request_id: str, job: Job) -> None:
+        self._request_id = request_id
+        self._index = -1  # of the open block, or the latest
+        self._open: type[Part] | None = None
+        self._ending: tuple[str | None, str | None] = (None, None)
+        self._head: dict[str, object] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": job.card.name,
+        }
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, object]:
+        """The answer of a request that does not stream."""
+        last = pieces[-1]
+        assert last.finish is not None
+        return {
+            **self._head,
+            "content": _blocks([part for piece in pieces for part in piece.parts]),
+            "stop_reason": _STOP_REASONS[last.finish],
+            "stop_sequence": last.stop_string,
+            "usage": _usage(usage),
+        }
+
+    def opening(self, usage: Usage) -> bytes:
+        """The message without its content."""
+        message = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**_usage(usage), "output_tokens": 0},
+        }
+        return _event("message_start", message=message) + self.keep_alive
+
+    def events(self, piece: Piece) -> bytes:
+        """A block is closed when another kind of part comes."""
+        events = [self._part(part) for part in piece.parts]
+        if piece.finish is not None:
+            self._ending = (_STOP_REASONS[piece.finish], piece.stop_string)
+        return b"".join(events)
+
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case TextDelta(text):
+                opened = self._begin(TextDelta, {"type": "text", "text": ""})
+                return opened + self._delta({"type": "text_delta", "text": text})
+            case ReasoningDelta(text):
+                thinking = {"type": "thinking", "thinking": "", "signature": ""}
+                opened = self._begin(ReasoningDelta, thinking)
+                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+            case CallBegin():
+                return self._end() + self._begin(CallBegin, _call_block(part))
+            case CallArguments(text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case CallEnd():
+                return self._end()
+
+    def _begin(self, kind: type[Part], block: dict[str, Any]) -> bytes:
+        if self._open is kind:
+            return b""
+        closed = self._end()
+        self._open = kind
+        self._index += 1
+        return closed + _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _end(self) -> bytes:
+        kind, self._open = self._open, None
+        if kind is None:
+            return b""
+        signed = b""
+        if kind is ReasoningDelta:
+            signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        return signed + _event("content_block_stop", index=self._index)
+
+    async def closing(self, usage: Usage) -> bytes:
+        """The last block's end, why it ended, and the end."""
+        reason, sequence = self._ending
+        return (
+            self._end()
+            + _event(
+                "message_delta",
+                delta={"stop_reason": reason, "stop_sequence": sequence},
+                usage=_usage(usage),
+            )
+            + _event("message_stop")
+        )
+
+    def failing(self, error: PenstockError) -> bytes:
+        """One last event."""
+        return ANTHROPIC.event(error, self._request_id)
+
+
+def _event(kind: str, **content: object) -> bytes:
+    return event({"type": kind, **content}, kind)
+
+
+def _blocks(parts: list[Part]) -> list[dict[str, Any]]:
+    """The content, whole."""
+    blocks: list[dict[str, Any]] = []
+    arguments = ""
+    for part in parts:
+        kind = blocks[-1]["type"] if blocks else None
+        match part:
+            case TextDelta(text):
+                if kind != "text":
+                    blocks.append({"type": "text", "text": ""})
+                blocks[-1]["text"] += text
+            case ReasoningDelta(text):
+                if kind != "thinking":
+                    blocks.append({"type": "thinking", "thinking": "", "signature": _SIGNATURE})
+                blocks[-1]["thinking"] += text
+            case CallBegin():
+                arguments = ""
+                blocks.append(_call_block(part))
+            case CallArguments(text):
+                arguments += text
+            case CallEnd():
+                blocks[-1]["input"] = _input(arguments)
+    return blocks
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object; what is none is handed on under a name that says so."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {"unparsed_arguments": arguments}
+    return decoded if isinstance(decoded, dict) else {"unparsed_arguments": arguments}

@@ -1,0 +1,413 @@
+"""Ollama's `/api/chat`, `/api/generate`, `/api/tags` and `/api/show`, for clients that speak only
+that: one JSON document per line, durations in nanoseconds, streaming unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock import __version__
+from penstock.errors import BadRequest
+from penstock.server.api.answers import collect, send_stream
+from penstock.server.api.conversation import Conversation, prepare
+from penstock.server.api.errors import OLLAMA
+from penstock.server.api.exchange import decode_json
+from penstock.server.api.fields import GenerationFields
+from penstock.server.api.formats import schema_format
+from penstock.server.api.generation import Finish, Generation, Job, Piece
+from penstock.server.api.messages import openai_tool_use
+from penstock.text.grammar import Format
+from penstock.text.manner import Thinking
+from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
+
+if TYPE_CHECKING:
+    from penstock.catalog import Card
+    from penstock.errors import PenstockError
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Usage
+    from penstock.server.api.services import Services
+
+
+class Options(msgspec.Struct):
+    """`options`, as far as they mean something here."""
+
+    num_predict: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+
+
+class OllamaFunction(msgspec.Struct):
+    """A call that the assistant made; its arguments are an object."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaCall(msgspec.Struct):
+    """One of `tool_calls`."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    model: str
+    stream: bool | None = None
+    format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    options: Options | None = None
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+
+    def settings(self) -> GenerationFields:
+        """How to choose tokens."""
+        options = self.options or Options()
+        return GenerationFields(
+            model=self.model,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            seed=options.seed,
+            stop=options.stop or None,
+            repetition_penalty=options.repeat_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+        )
+
+    def wanted_format(self) -> Format | None:
+        """`"json"`, or a schema."""
+        raw = bytes(self.format)
+        if raw in (b"", b"null", b'""'):
+            return None
+        if raw == b'"json"':
+            return Format("json_object", None, "format")
+        return schema_format(self.format, "format")
+
+    def thinking(self) -> Thinking:
+        """On, off, or how much."""
+        if isinstance(self.think, str):
+            return Thinking(enabled=True, effort=self.think)
+        return Thinking(enabled=self.think)
+
+    def most_tokens(self) -> int | None:
+        """`num_predict`; none or less is as many as there is room for."""
+        wanted = None if self.options is None else self.options.num_predict
+        return wanted if wanted is not None and wanted > 0 else None
+
+
+class OllamaChatFields(_Common, kw_only=True):
+    """The body of `/api/chat`."""
+
+    messages: list[OllamaMessage] = []
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    def conversation(self) -> Conversation:
+        """The same in the words of every protocol."""
+        return Conversation(
+            fields=self.settings(),
+            messages=[_template_message(m, index) for index, m in enumerate(self.messages)],
+            max_tokens=self.most_tokens(),
+            tools=openai_tool_use(self.tools, None, None),
+            format=self.wanted_format(),
+            thinking=self.thinking(),
+        )
+
+
+class OllamaGenerateFields(_Common, kw_only=True):
+    """The body of `/api/generate`."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    images: list[str] | None = None
+
+    def conversation(self) -> Conversation:
+        """One question, with the system's word before it."""
+        if self.suffix or self.images or self.raw:
+            name = "suffix" if self.suffix else "images" if self.images else "raw"
+            raise BadRequest(f"`{name}` is not supported.", param=name)
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return Conversation(
+            fields=self.settings(),
+            messages=messages,
+            max_tokens=self.most_tokens(),
+            format=self.wanted_format(),
+            thinking=self.thinking(),
+            prompt_field="prompt",
+        )
+
+
+_chat_decoder = msgspec.json.Decoder(OllamaChatFields)
+_generate_decoder = msgspec.json.Decoder(OllamaGenerateFields)
+
+
+async def chat(exchange: Exchange, services: Services) -> None:
+    """`/api/chat`."""
+    async with exchange.body() as body:
+        fields = await decode_json(_chat_decoder, body)
+        work = prepare(exchange, fields.conversation(), services)
+        job = await exchange.while_connected(work)
+    await _answer(exchange, services, job, _ChatAnswer(job), streams=fields.stream is not False)
+
+
+async def generate(exchange: Exchange, services: Services) -> None:
+    """`/api/generate`."""
+    async with exchange.body() as body:
+        fields = await decode_json(_generate_decoder, body)
+        work = prepare(exchange, fields.conversation(), services)
+        job = await exchange.while_connected(work)
+    answer = _GenerateAnswer(job)
+    await _answer(exchange, services, job, answer, streams=fields.stream is not False)
+
+
+async def _answer(
+    exchange: Exchange, services: Services, job: Job, answer: _Answer, *, streams: bool
+) -> None:
+    generation = Generation(exchange, services, job)
+    with services.metrics.observe(exchange, generation, job.card.name):
+        if streams:
+            keepalive_after_s = services.config.server.keepalive_after_s
+            await send_stream(exchange, generation, answer, keepalive_after_s)
+        else:
+            [pieces] = await collect(exchange, generation, 1)
+            await exchange.send_json(answer.whole(pieces, generation.usage))
+
+
+async def tags(exchange: Exchange, services: Services) -> None:
+    """The models that generate."""
+    cards = await asyncio.to_thread(services.catalog.scan)
+    models = [_model(card) for card in cards.values() if card.kind == "generate"]
+    await exchange.send_json({"models": models})
+
+
+class ShowFields(msgspec.Struct):
+    """The body of `/api/show`."""
+
+    model: str = ""
+    name: str = ""  # what older clients call it
+
+
+async def show(exchange: Exchange, services: Services) -> None:
+    """What is known of one model."""
+    async with exchange.body() as body:
+        fields = await decode_json(msgspec.json.Decoder(ShowFields), body)
+    card = await services.find(fields.model or fields.name)
+    text = await services.text(card) if card.kind == "generate" else None
+    template = None if text is None else text.tokenizer.chat_template
+    capabilities = ["completion"]
+    if text is not None and text.manner is not None:
+        capabilities += ["tools"] if text.manner.shows_tools else []
+        capabilities += ["thinking"] if text.manner.thinks else []
+    await exchange.send_json(
+        {
+            "details": _details(card),
+            "template": template or "",
+            "parameters": "",
+            "model_info": {
+                "general.architecture": card.model_type,
+                "general.parameter_count": card.parameters,
+                f"{card.model_type}.context_length": card.context,
+            },
+            "capabilities": capabilities,
+            "modified_at": _modified(card),
+        }
+    )
+
+
+async def version(exchange: Exchange, services: Services) -> None:
+    """Which server this is."""
+    await exchange.send_json({"version": __version__})
+
+
+def _model(card: Card) -> dict[str, object]:
+    return {
+        "name": card.name,
+        "model": card.name,
+        "modified_at": _modified(card),
+        "size": card.weight_bytes,
+        "digest": "",
+        "details": _details(card),
+    }
+
+
+def _details(card: Card) -> dict[str, object]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": card.model_type,
+        "families": [card.model_type],
+        "parameter_size": f"{card.parameters / 1e9:.2f}B",
+        "quantization_level": "",
+    }
+
+
+def _modified(card: Card) -> str:
+    try:
+        seconds = card.path.stat().st_mtime
+    except OSError:  # removed since the scan
+        seconds = 0.0
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
+    if message.images:
+        raise BadRequest(
+            f"`messages[{index}].images`: this model takes text only.",
+            param=f"messages[{index}].images",
+        )
+    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking:
+        result["reasoning_content"] = message.thinking
+    if message.tool_name:
+        result["name"] = message.tool_name
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return result
+
+
+class _Answer:
+    """Lines of JSON; the last one says why it ended and what it took."""
+
+    media_type = "application/x-ndjson"
+    keep_alive = b"\n"
+
+    def __init__(self, job: Job) -> None:
+        self._model = job.card.name
+        self._started = time.monotonic_ns()
+        self._first: int | None = None
+        self._finish: Finish | None = None
+        self._call: CallBegin | None = None
+        self._arguments: list[str] = []
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, object]:
+        """The answer of a request that does not stream."""
+        text, thought = "", ""
+        calls: list[dict[str, Any]] = []
+        for piece in pieces:
+            more_text, more_thought, more_calls = self._read(piece)
+            text, thought, calls = text + more_text, thought + more_thought, calls + more_calls
+        return {**self._line(text, thought, calls), **self._end(usage)}
+
+    def opening(self, usage: Usage) -> bytes:
+        """Nothing: the first piece opens the stream."""
+        return b""
+
+    def events(self, piece: Piece) -> bytes:
+        """A line per piece that says something; a call is told whole."""
+        text, thought, calls = self._read(piece)
+        if not text and not thought and not calls:
+            return b""
+        return msgspec.json.encode({**self._line(text, thought, calls), "done": False}) + b"\n"
+
+    async def closing(self, usage: Usage) -> bytes:
+        """The figures."""
+        return msgspec.json.encode({**self._line("", "", []), **self._end(usage)}) + b"\n"
+
+    def failing(self, error: PenstockError) -> bytes:
+        """One last line."""
+        return OLLAMA.event(error, "")
+
+    def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]]]:
+        self._first = self._first or time.monotonic_ns()
+        self._finish = piece.finish
+        text, thought = "", ""
+        calls: list[dict[str, Any]] = []
+        for part in piece.parts:
+            match part:
+                case TextDelta(more):
+                    text += more
+                case ReasoningDelta(more):
+                    thought += more
+                case CallBegin():
+                    self._call, self._arguments = part, []
+                case CallArguments(more):
+                    self._arguments.append(more)
+                case CallEnd():
+                    calls.append(self._whole_call())
+        return text, thought, calls
+
+    def _whole_call(self) -> dict[str, Any]:
+        assert self._call is not None
+        written = "".join(self._arguments)
+        try:
+            arguments = msgspec.json.decode(written, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
+            arguments = {"unparsed_arguments": written}
+        call_id = self._call.id or f"call_{secrets.token_hex(12)}"
+        return {"id": call_id, "function": {"name": self._call.name, "arguments": arguments}}
+
+    def _head(self) -> dict[str, object]:
+        return {"model": self._model, "created_at": datetime.now(UTC).isoformat()}
+
+    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _end(self, usage: Usage) -> dict[str, object]:
+        now = time.monotonic_ns()
+        first = self._first or now
+        return {
+            "done": True,
+            "done_reason": "length" if self._finish is Finish.LENGTH else "stop",
+            "total_duration": now - self._started,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._started,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": now - first,
+        }
+
+
+class _ChatAnswer(_Answer):
+    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {**self._head(), "message": message}
+
+
+class _GenerateAnswer(_Answer):
+    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
+        line = {**self._head(), "response": text}
+        if thought:
+            line["thinking"] = thought
+        return line

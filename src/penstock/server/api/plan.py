@@ -1,0 +1,135 @@
+"""`/v1/plan` and `/admin/api/plan`: what would fit, with the numbers, and nothing run.
+
+The verdict is the front door's own, over the same snapshot; a plan can therefore not say one thing
+and a request get another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from penstock.errors import BadRequest, ContextTooLong
+from penstock.memory.admission import Accept, ModelRoom, Refuse, RequestNeed, decide, largest_kv
+from penstock.server.api import chat, completions
+from penstock.server.api.errors import error_object
+from penstock.server.api.exchange import decode_json
+from penstock.server.plans import fitting
+
+if TYPE_CHECKING:
+    from penstock.catalog import Card
+    from penstock.server.api.exchange import Exchange
+    from penstock.server.api.generation import Job
+    from penstock.server.api.services import Services
+
+
+class _Kind(msgspec.Struct):
+    """Tells a chat from a completion."""
+
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+_kind = msgspec.json.Decoder(_Kind)
+
+
+async def plan_request(exchange: Exchange, services: Services) -> None:
+    """A chat or completions body in, the verdict on it out."""
+    async with exchange.body() as body:
+        if bytes((await decode_json(_kind, body)).messages):
+            fields = await decode_json(chat.decoder, body)
+            work = chat.prepare(exchange, fields, services)
+        else:
+            texts = await decode_json(completions.decoder, body)
+            work = completions.prepare(exchange, texts, services)
+        try:
+            job = await exchange.while_connected(work)
+        except ContextTooLong as error:  # so long that the front door did not even tokenise it
+            answer = {"object": "plan", "verdict": "refuse", **error_object(error)}
+        else:
+            answer = await _verdict(job, services)
+    await exchange.send_json(answer)
+
+
+async def _verdict(job: Job, services: Services) -> dict[str, object]:
+    residency = services.residency
+    room = await residency.room_of(job.card)
+    longest = max(map(len, job.prompts))
+    policy = services.config.server.max_tokens_policy
+    need = RequestNeed(
+        longest, job.max_tokens, job.prompt_field, refuse_overlong_answer=policy == "refuse"
+    )
+    snapshot, residents = services.ledger.snapshot(), residency.room.residents()
+    verdict = decide(need, snapshot, room, residents)
+    result: dict[str, object] = {
+        "object": "plan",
+        "model": job.card.name,
+        "verdict": type(verdict).__name__.lower(),
+        "loaded": room.kv_now_bytes is not None,
+        "prompt_tokens": longest,
+        "answers": len(job.prompts) * job.n,
+        "domain": room.domain,
+        "window": room.window,
+        **_context(room, largest_kv(snapshot, room, residents)),
+    }
+    if isinstance(verdict, Refuse):
+        return result | error_object(verdict.error)
+    if isinstance(verdict, Accept):
+        needed = longest + max(verdict.granted, 1)
+        result |= {"max_tokens": verdict.granted, "kv_bytes": room.bytes_for(needed)}
+    else:
+        result["kv_bytes"] = verdict.grow_bytes
+    lane = services.lanes.get(job.card.name)
+    result["waiting"] = 0 if lane is None else lane.waiting
+    return result
+
+
+def _context(room: ModelRoom, kv_ever_bytes: int) -> dict[str, object]:
+    now = room.kv_now_bytes
+    return {
+        "context_now": None if now is None else room.tokens_in(now),
+        "context_ever": room.tokens_in(kv_ever_bytes),
+        "kv_bytes_per_token": room.kv_bytes_per_token,
+    }
+
+
+async def plan_model(exchange: Exchange, services: Services) -> None:
+    """`?model=NAME&context=N&concurrency=N`: what a model holds or would need, and what fits."""
+    query = _query(exchange)
+    card = await services.generator(query.get("model"))
+    context, concurrency = _number(query, "context"), _number(query, "concurrency")
+    await exchange.send_json(await model_plan(card, services, context, concurrency))
+
+
+async def model_plan(
+    card: Card, services: Services, context: int | None, concurrency: int | None
+) -> dict[str, object]:
+    """The bytes of a model, and how many sequences of which length they allow."""
+    residency = services.residency
+    plan, room = await residency.plan(card), await residency.room_of(card)
+    snapshot, residents = services.ledger.snapshot(), residency.room.residents()
+    loaded = room.kv_now_bytes is not None
+    if not loaded:
+        room = plan.planned_room()
+    ever = largest_kv(snapshot, room, residents)
+    return plan.summary() | {
+        **fitting(room, ever, context, concurrency),
+        "loaded": loaded,
+        "kv_now_bytes": room.kv_now_bytes,
+        "fixed_bytes": room.fixed_bytes,
+        "limit_bytes": snapshot[room.domain].limit_bytes,
+    }
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    return dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1")))
+
+
+def _number(query: dict[str, str], name: str) -> int | None:
+    text = query.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        raise BadRequest(f"`{name}` is {text[:40]!r}; it is a number of at least 1.", param=name)
+    return int(text)

@@ -1,0 +1,118 @@
+"""How fast a line moves, and which of the places that become free are spoken for.
+
+A rate is counted over the time in which somebody waited, from what left the worker (in bursts, when
+a batch ends together) and from how far those at work have got, which is most of it in a short rush.
+What an earlier rush has shown is where the next one begins from. It knows times, not requests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_WINDOW_S = 30.0
+_ENDS_KEPT = 4096
+_CAUTION = 1.2  # a little late is better than refused twice
+_EARLIER_WEIGHT = 4.0  # so many of this rush weigh as much as all that was seen in the last
+_LEAST = 2.0  # before a rate is read from them
+_ENOUGH = 8.0  # of a rush, to be believed in the next
+_UNKNOWN_PER_S = 0.5
+_SERVICE_SHARE = 0.1  # of the latest in the usual time that one is at work
+
+
+class DrainRate:
+    """Requests per second that leave for those who wait, and the promises made on them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at_work: dict[object, tuple[float, float]] = {}  # since when, and its share
+        self._service_s: float | None = None  # how long one is usually at work
+        self._ends: deque[tuple[float, float]] = deque(maxlen=_ENDS_KEPT)  # of this rush
+        self._since: float | None = None  # somebody waits from then on
+        self._progress_then = 0.0
+        self._earlier: float | None = None  # per second in the last rush
+        self._promised: list[float] = []  # when those who were refused come back, in order
+
+    def crowd(self) -> None:
+        """Somebody waits; more of them change nothing."""
+        if self._since is None:
+            self._since = self._clock()
+            self._progress_then = self._progress(self._since)
+            self._ends.clear()
+
+    def cleared(self) -> None:
+        """Nobody waits any more."""
+        if self._since is not None:
+            done, taken = self._seen(self._clock())
+            if done >= _ENOUGH:
+                self._earlier = done / max(taken, 1e-3)
+        self._since = None
+
+    def began(self, turn: object, share: float = 1.0) -> None:
+        """One has gone to the worker; `share` is its part of a request."""
+        self._at_work[turn] = self._clock(), share
+
+    def ended(self, turn: object) -> None:
+        """It is done, or has left."""
+        now = self._clock()
+        since, share = self._at_work.pop(turn)
+        self._ends.append((now, share))
+        known = now - since if self._service_s is None else self._service_s
+        self._service_s = known + _SERVICE_SHARE * (now - since - known)
+
+    def per_s(self) -> float:
+        """Requests per second; silence lowers it while somebody waits."""
+        if self._since is None:
+            return self._earlier or _UNKNOWN_PER_S
+        done, taken = self._seen(self._clock())
+        if self._earlier is not None:
+            done, taken = done + _EARLIER_WEIGHT, taken + _EARLIER_WEIGHT / self._earlier
+        if done < _LEAST:
+            return _UNKNOWN_PER_S
+        return done / max(taken, 1e-3)
+
+    def until(self, place: int) -> float:
+        """Seconds until that many have started."""
+        return place / self.per_s()
+
+    def promise(self) -> tuple[float, int]:
+        """Seconds until a place is free that nobody else was promised, and which one that is.
+
+        At every moment from then on there must be a place for each who was told to come by then:
+        those who were promised one long ago, at another rate, keep theirs and block no other.
+        """
+        now, every_s = self._clock(), _CAUTION / self.per_s()
+        del self._promised[: bisect.bisect_right(self._promised, now)]
+        place = 1
+        for others, due in enumerate(self._promised, 1):
+            if (others + 1) * every_s > due - now:
+                place = others + 1
+        bisect.insort(self._promised, now + place * every_s)
+        return place * every_s, place
+
+    def _seen(self, now: float) -> tuple[float, float]:
+        """What this rush has brought, in requests, and in how many seconds."""
+        assert self._since is not None
+        begin = max(self._since, now - _WINDOW_S)
+        if len(self._ends) == _ENDS_KEPT:
+            begin = max(begin, self._ends[0][0])
+        while self._ends and self._ends[0][0] < begin:
+            self._ends.popleft()
+        done = sum(share for _, share in self._ends)
+        if begin == self._since:  # in the middle of a long rush it is about the same at both ends
+            done += self._progress(now) - self._progress_then
+        return max(done, 0.0), now - begin
+
+    def _progress(self, now: float) -> float:
+        """How much of those at work is done, in requests."""
+        if not self._service_s:
+            return 0.0
+        return sum(
+            share * min((now - since) / self._service_s, 1.0)
+            for since, share in self._at_work.values()
+        )

@@ -1,0 +1,197 @@
+"""What one worker holds: its booking, and the KV and step bytes it was granted.
+
+The books rise before a grant is sent and fall only when the worker has answered that it holds no
+more. Knows the worker's client and the books, not why memory moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import ModelTooLarge
+from penstock.memory.admission import ModelRoom
+from penstock.memory.ledger import OutOfBudget, Purpose
+from penstock.memory.slack import Slack
+from penstock.wire import Grant, Shed
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from penstock.memory.ledger import Ledger, Needs, Reservation
+    from penstock.server.client import ModelClient
+    from penstock.server.plans import ModelPlan
+    from penstock.wire import Freed
+
+_WEIGHTS_IN_RAM = ("ram", Purpose.WEIGHTS)
+_SLACK_SHARE = 4  # of a model's bytes are kept for surprises at most
+
+
+class Holding:
+    """The bytes of one worker, from its load to its end."""
+
+    def __init__(self, ledger: Ledger, plan: ModelPlan, booking: Reservation) -> None:
+        self.plan = plan
+        self.domain = plan.domain
+        self.need = plan.load_need()
+        self._ledger = ledger
+        self._booking = booking
+        self._kv_key = (self.domain, Purpose.KV)
+        self.granted_kv_bytes = booking.needs.get(self._kv_key, 0)
+        self._step_bytes = booking.needs.get((self.domain, Purpose.STEP), 0)
+        self._client: ModelClient | None = None
+        self._latest: asyncio.Future[Freed | None] | None = None
+        self._slack = Slack(booking.total() // _SLACK_SHARE)
+        self.slack_bytes = 0  # booked for surprises
+        self.unbooked_bytes = 0  # of a surprise, until KV has made room for it
+        self._latest_excess = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV as booked: what was granted, or more while the worker still gives back."""
+        return self._booking.needs.get(self._kv_key, 0)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything else in the domain it computes in."""
+        return self._booking.total(self.domain) - self.kv_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, in every domain."""
+        return self._booking.total()
+
+    def move_in(self, client: ModelClient) -> None:
+        """The load is over: book what it measured instead of what it was thought to need.
+
+        More than was thought comes out of the KV; if too little is left, the model does not fit.
+        """
+        ready = client.ready
+        fixed = {key: size for key, size in self._booking.needs.items() if key != self._kv_key}
+        fixed.pop((self.domain, Purpose.LOADING), None)
+        fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
+        if ready.overhead_bytes:
+            fixed["ram", Purpose.PROCESS] = ready.overhead_bytes
+        if ready.graph_bytes:
+            fixed[self.domain, Purpose.GRAPHS] = ready.graph_bytes
+        if ready.step_bytes:
+            fixed[self.domain, Purpose.STEP] = self._step_bytes = ready.step_bytes
+        held = sum(size for (domain, _), size in fixed.items() if domain == self.domain)
+        room = self._ledger.free(self.domain) + self._booking.total(self.domain) - held
+        least = min(self.need.kv_least_bytes, ready.kv_bytes)
+        if room < least:
+            raise ModelTooLarge(
+                f"The model {self.plan.card.name!r} holds {held} bytes of {self.domain} beside its "
+                f"KV, as measured, which leaves {max(room, 0)} of the {least} that its smallest KV "
+                "needs. Raise memory.limit, or lower step_tokens or step_sequences of the model.",
+                numbers={
+                    "reason": "memory",
+                    "domain": self.domain,
+                    "needed_bytes": held + least,
+                    "limit_bytes": held + max(room, 0),
+                },
+            )
+        self._client = client
+        kv_bytes = min(room, ready.kv_bytes, self.need.kv_most_bytes)
+        self._booking.resize({**fixed, self._kv_key: kv_bytes})
+        self.granted_kv_bytes = kv_bytes
+        if kv_bytes < ready.kv_bytes:
+            self._order(Grant(kv_bytes, self._step_bytes))
+
+    def grow(self, kv_bytes: int) -> None:
+        """Book and grant so much KV; `OutOfBudget` if it does not fit."""
+        assert self._client is not None
+        self._book(max(kv_bytes, self.kv_bytes))
+        self.granted_kv_bytes = kv_bytes
+        self._order(Grant(kv_bytes, self._step_bytes))
+
+    async def shrink(self, kv_bytes: int) -> None:
+        """Have the worker hold no more KV than this, or than its running requests need; the books
+        fall when it has answered."""
+        self.granted_kv_bytes = kv_bytes = max(kv_bytes, 0)
+        await self._order(Grant(kv_bytes, self._step_bytes))
+
+    def trim(self) -> asyncio.Future[Freed | None]:
+        """Have it give back what its allocators keep for later."""
+        return self._order(Shed(0))
+
+    def _order(self, message: Grant | Shed) -> asyncio.Future[Freed | None]:
+        assert self._client is not None
+        answer = self._client.order(message)
+        self._latest = answer
+        answer.add_done_callback(self._answered)
+        return answer
+
+    def _answered(self, answer: asyncio.Future[Freed | None]) -> None:
+        freed = None if answer.cancelled() else answer.result()
+        # Only the answer to the latest order says what holds from now on.
+        if freed is None or answer is not self._latest or not self.kv_bytes:
+            return
+        self.granted_kv_bytes = min(freed.kv_bytes, self.kv_bytes)
+        self._book(self.granted_kv_bytes)
+
+    def measured(self, dirty_bytes: int) -> int:
+        """The process was read to hold so much RAM of its own, mapped files aside; by how much that
+        is more than it should.
+
+        The books follow: what is more than expected is kept as slack beside the process's own.
+        """
+        if self._client is None:
+            return 0
+        ram, before = self._booking.needs, self.slack_bytes
+        mapped = ram.get(_WEIGHTS_IN_RAM, 0) - self._client.ready.copied_bytes
+        expected = self._booking.total("ram") - before - mapped - self._uncommitted_bytes()
+        # A reading and the worker's own word on its KV may be a moment apart; two in a row are not.
+        latest, self._latest_excess = self._latest_excess, dirty_bytes - expected
+        excess = min(latest, self._latest_excess)
+        self._slack.observe(excess)
+        if (change := self._slack.bytes - before) != 0:
+            key = ("ram", Purpose.PROCESS)
+            try:
+                self._booking.resize({**ram, key: ram.get(key, 0) + change})
+            except OutOfBudget:
+                self.unbooked_bytes = change
+            else:
+                self.slack_bytes, self.unbooked_bytes = self._slack.bytes, 0
+        return excess
+
+    def _uncommitted_bytes(self) -> int:
+        """KV in RAM that is booked and certainly not in use: known while the worker rests."""
+        client = self._client
+        if self.domain != "ram" or client is None or client.status is None or client.open_requests:
+            return 0
+        return max(self.kv_bytes - client.status.kv_committed_bytes, 0)
+
+    def forget_surprises(self) -> None:
+        """Give back what is kept for a process that was once larger than expected."""
+        self._slack.reset()
+
+    def settle(self) -> None:
+        """The process was told to end; its bytes are out of use but not back."""
+        self._booking.settle()
+
+    def release(self) -> None:
+        """The process is gone, and with it every byte."""
+        self._booking.release()
+
+    def room(self) -> ModelRoom:
+        """The loaded model as admission sees it."""
+        plan = self.plan
+        if self._client is None:
+            return plan.room()
+        ready = self._client.ready
+        # Below what the KV holds, the context is the window that the worker found.
+        window = ready.context if ready.context < ready.kv_tokens else plan.window
+        return ModelRoom(
+            name=plan.card.name,
+            domain=self.domain,
+            window=window,
+            kv_bytes_per_token=ready.kv_bytes_per_token,
+            block_tokens=ready.cost.block_tokens,
+            kv_now_bytes=self.granted_kv_bytes,
+            fixed_bytes=self.fixed_bytes,
+            overhead_bytes=max(ready.kv_bytes - ready.kv_tokens * ready.kv_bytes_per_token, 0),
+        )
+
+    def _book(self, kv_bytes: int) -> None:
+        needs: Needs = {**self._booking.needs, self._kv_key: kv_bytes}
+        self._booking.resize(needs)

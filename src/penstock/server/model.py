@@ -1,0 +1,234 @@
+"""One model's life in this server, and its part as a tenant of the memory.
+
+    absent -> loading -> ready -> draining -> absent,  failed(reason, retry_at)
+
+It knows its worker and what that holds; when to load and whom to unload is decided in `residency`
+and `room`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError, WorkerLost
+from penstock.memory.admission import Resident
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from penstock.catalog import Card
+    from penstock.server.client import ModelClient
+    from penstock.server.holding import Holding
+    from penstock.server.supervisor import WorkerHandle
+
+log = logging.getLogger(__name__)
+
+# A worker that dies is replaced at once, the next one after a pause, and after the third death
+# within the window the model is left alone until the window has passed.
+DEATHS_ALLOWED = 3
+DEATH_WINDOW_S = 300.0
+DEATH_PAUSE_S = 1.0
+# A load that is refused is not tried again before this, doubled for each further refusal.
+REFUSAL_PAUSE_S = 1.0
+REFUSAL_PAUSE_MAX_S = 60.0
+
+
+class State(Enum):
+    """Where a model is in its life."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Model:
+    """One model's place in its life; `bury` and `refuse` are the two ways a worker goes wrong."""
+
+    name: str
+    pinned: bool = False
+    state: State = State.ABSENT
+    card: Card | None = None
+    worker: WorkerHandle | None = None
+    holding: Holding | None = None
+    unload_idle: Callable[[], Awaitable[None]] | None = None
+    task: asyncio.Task[None] | None = None  # the load or the drain in progress
+    leases: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_ALLOWED))
+    not_before: float = 0.0  # of the next load, after deaths
+    refusals: int = 0  # in a row
+    error: PenstockError | None = None  # why it is FAILED
+    retry_at: float = 0.0  # when FAILED may be tried again
+    _rests_since: float = 0.0
+
+    @property
+    def client(self) -> ModelClient:
+        """The way to the worker there is."""
+        assert self.worker is not None
+        return self.worker.client
+
+    # --- as a tenant of `Room` ---
+
+    def resident(self) -> Resident:
+        """What it holds and could give."""
+        assert self.holding is not None
+        holding, status = self.holding, self.client.status
+        room, used = holding.room(), 0
+        if status is not None and self.client.open_requests:
+            blocks = status.blocks_total - status.blocks_free
+            used = blocks * status.block_tokens * room.kv_bytes_per_token
+        return Resident(
+            name=self.name,
+            domain=holding.domain,
+            fixed_bytes=holding.fixed_bytes,
+            kv_bytes=holding.kv_bytes,
+            kv_used_bytes=min(used, holding.kv_bytes),
+            kv_least_bytes=min(holding.need.kv_least_bytes, holding.kv_bytes),
+            idle=not self.leases and not self.client.open_requests,
+            pinned=self.pinned,
+            used_at=self.used_at,
+        )
+
+    @property
+    def kv_most_bytes(self) -> int:
+        """More KV than this is of no use to it."""
+        assert self.holding is not None
+        return self.holding.need.kv_most_bytes
+
+    def grow_kv(self, kv_bytes: int) -> None:
+        """Book and grant so much KV; `OutOfBudget` if it does not fit."""
+        assert self.holding is not None
+        self.holding.grow(kv_bytes)
+
+    async def shrink_kv(self, kv_bytes: int) -> None:
+        """Have it hold no more than so much KV."""
+        assert self.holding is not None
+        await self.holding.shrink(kv_bytes)
+
+    async def unload(self) -> None:
+        """End it, if it is still idle."""
+        assert self.unload_idle is not None
+        await self.unload_idle()
+
+    def rested(self, after_s: float) -> bool:
+        """Whether it has been idle for so long; true once for each time it rests."""
+        if self.leases or self.client.open_requests or self._rests_since == self.used_at:
+            return False
+        if time.monotonic() - self.used_at < after_s:
+            return False
+        self._rests_since = self.used_at
+        return True
+
+    # --- its life ---
+
+    def enter(self, state: State) -> None:
+        """Change the state and wake whoever waits for a change."""
+        self.state = state
+        self.changed.set()
+
+    async def wait(self) -> None:
+        """Until something changes."""
+        self.changed.clear()
+        await self.changed.wait()
+
+    def bury(self) -> None:
+        """The worker has ended: by our wish while draining, or by itself."""
+        assert self.worker is not None
+        worker, self.worker = self.worker, None
+        self._give_back()
+        if worker.end_expected:
+            # At the end of a load the refusal decides what comes next.
+            if self.state is State.DRAINING:
+                self.enter(State.ABSENT)
+            return
+        now = time.monotonic()
+        self.deaths.append(now)
+        recent = [death for death in self.deaths if now - death < DEATH_WINDOW_S]
+        if len(recent) < DEATHS_ALLOWED:
+            self.not_before = now + DEATH_PAUSE_S * (len(recent) - 1)
+            self.enter(State.ABSENT)
+            return
+        self.retry_at = recent[0] + DEATH_WINDOW_S
+        self.error = WorkerLost(
+            f"The process of the model {self.name!r} has ended {len(recent)} times in "
+            f"{now - recent[0]:.0f} s, the last time so: {worker.ended.result()}."
+        )
+        self.enter(State.FAILED)
+
+    def refuse(self, error: PenstockError) -> None:
+        """The load came to the conclusion that it cannot be done, at least now."""
+        self.worker = None
+        self._give_back()
+        pause_s = min(REFUSAL_PAUSE_S * 2**self.refusals, REFUSAL_PAUSE_MAX_S)
+        self.refusals += 1
+        self.retry_at = time.monotonic() + pause_s
+        self.error = error
+        log.warning("%s cannot be loaded: %s", self.name, error.message)
+        self.enter(State.FAILED)
+
+    def _give_back(self) -> None:
+        """The process is gone: so are its bytes."""
+        if self.holding is not None:
+            self.holding.release()
+            self.holding = None
+
+    def refusal(self) -> PenstockError:
+        """The stored error, new for each who asks, with the time left."""
+        error = self.error
+        assert error is not None
+        return type(error)(
+            error.message,
+            param=error.param,
+            retry_after_s=max(self.retry_at - time.monotonic(), 0.0),
+            numbers=error.numbers,
+        )
+
+    def row(self) -> dict[str, object]:
+        """What `ps` shows."""
+        now = time.monotonic()
+        row: dict[str, object] = {
+            "name": self.name,
+            "state": self.state.value,
+            "pid": None,
+            "bytes": self.holding.total_bytes if self.holding else 0,
+            "context": None,
+            "leases": self.leases,
+            "idle_s": 0.0 if self.leases else round(now - self.used_at, 1),
+        }
+        if self.worker is not None:
+            row["pid"] = self.worker.pid
+            if self.state is State.LOADING and (progress := self.worker.progress) is not None:
+                row["progress"] = {
+                    "phase": progress.phase,
+                    "done_bytes": progress.done_bytes,
+                    "total_bytes": progress.total_bytes,
+                }
+        if self.state is State.READY and self.worker is not None:
+            assert self.holding is not None
+            ready, room = self.worker.client.ready, self.holding.room()
+            row |= {
+                "context": room.tokens_in(self.holding.granted_kv_bytes),
+                "device": ready.device,
+                "dtype": ready.dtype,
+                "kv_bytes": self.holding.granted_kv_bytes,
+                "kv_tokens": self.holding.granted_kv_bytes // max(room.kv_bytes_per_token, 1),
+                "kv_bytes_per_token": room.kv_bytes_per_token,
+                "weight_bytes": ready.weight_bytes,
+                "step_bytes": ready.step_bytes,
+                "measured_step_bytes": max(point.bytes for point in ready.cost.measured),
+                "requests": self.worker.client.open_requests,
+            }
+        if self.state is State.FAILED and self.error is not None:
+            row["reason"] = self.error.message
+            row["retry_in_s"] = round(max(self.retry_at - now, 0.0), 1)
+        return row

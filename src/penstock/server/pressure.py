@@ -1,0 +1,200 @@
+"""The server's side of the governor: what is read, how books follow readings, what can be shed.
+
+The shed list, in order: allocators' caches and empty KV extents, KV that no request uses, idle
+models (least recently used first), and at last KV in use, for which a worker puts its newest
+requests back. Steps that later parts bring (a RAM tier, cached prefixes) have their place before
+the idle models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.memory.admission import choose_shed, choose_victims, owner_of
+from penstock.memory.gauge import read_gpus, read_process, read_ram
+from penstock.memory.governor import Act, Events, Governor, Readings
+from penstock.memory.slack import NOISE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.memory.baseline import Baseline
+    from penstock.memory.gauge import GpuReading, ProcessReading
+    from penstock.memory.ledger import Ledger
+    from penstock.memory.requests import RequestPool
+    from penstock.server.model import Model
+    from penstock.server.residency import Residency
+    from penstock.server.supervisor import Supervisor
+
+REST_S = 2.0  # between two readings of processes that do nothing
+_libc = ctypes.CDLL(None)
+
+
+def build_governor(
+    ledger: Ledger,
+    residency: Residency,
+    supervisor: Supervisor,
+    server: Baseline,
+    requests: RequestPool,
+    reclaim: Callable[[int], None],
+) -> Governor:
+    """A governor over this server's processes and models."""
+    events = Events()
+    watch = _Watch(residency, supervisor, server, requests, reclaim, events)
+    return Governor(ledger, watch, shed_list(residency), residency.room.held, events)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What there is to read, and what the books make of it."""
+
+    residency: Residency
+    supervisor: Supervisor
+    server: Baseline
+    requests: RequestPool
+    reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
+    events: Events
+    _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
+    _latest: Mapping[str, ProcessReading] = field(default_factory=dict)
+    _pids: dict[str, int | None] = field(default_factory=dict)  # of the latest
+    _read_at: float = 0.0
+    _reconciled: Mapping[str, ProcessReading] | None = None
+
+    def busy(self) -> bool:
+        """Whether memory may be moving."""
+        loaded = self.residency.tenants().values()
+        return (
+            bool(self.requests.used_bytes)
+            or len(self.residency.workers()) > len(loaded)
+            or any(model.client.open_requests for model in loaded)
+        )
+
+    def read(self) -> Readings:
+        """All figures; in a thread. Only copies of the server's own tables are looked at.
+
+        Reading a process walks all of its pages; while nothing runs, that is done more seldom than
+        looking at what others use.
+        """
+        pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
+        pids |= {owner_of(name): pid for name, pid in self.residency.workers().items()}
+        now = time.monotonic()
+        if self.busy() or pids != self._pids or now - self._read_at >= REST_S:
+            found = {owner: read_process(pid) for owner, pid in pids.items() if pid is not None}
+            self._latest = {owner: reading for owner, reading in found.items() if reading}
+            self._pids, self._read_at = pids, now
+        gpus = read_gpus()
+        return Readings(read_ram(), gpus, self._latest, self._gpu_own(gpus))
+
+    def _gpu_own(self, gpus: Sequence[GpuReading]) -> dict[str, int]:
+        """Ours on each GPU: what the driver says of our workers, those that load among them.
+
+        Where it does not tell, all that is booked, but of the KV only what is committed.
+        """
+        workers = set(self.residency.workers().values())
+        own: dict[str, int] = {}
+        for gpu in gpus:
+            told = [size for pid, size in gpu.processes.items() if pid in workers]
+            if told:
+                own[f"gpu:{gpu.index}"] = sum(told)
+        for model in self.residency.tenants().values():
+            holding, status = model.holding, model.client.status
+            if holding is None or holding.domain == "ram":
+                continue
+            gpu_tells = any(f"gpu:{g.index}" == holding.domain and g.processes for g in gpus)
+            if not gpu_tells:
+                kv = holding.kv_bytes if status is None else status.kv_committed_bytes
+                own[holding.domain] = own.get(holding.domain, 0) + holding.fixed_bytes + kv
+        return own
+
+    def reconcile(self, readings: Readings) -> None:
+        """Let the books follow what was read; a surprise is an event."""
+        processes = readings.processes
+        if processes is self._reconciled:
+            return
+        self._reconciled = processes
+        if (server := processes.get("server")) is not None:
+            # What requests hold is booked of its own.
+            size = max(server.anonymous_bytes - self.requests.used_bytes, 0)
+            self._surprise("server", self.server.measured(size))
+        if (template := processes.get("template")) is not None:
+            self._surprise("template", self.residency.template.measured(template.anonymous_bytes))
+        unbooked = 0
+        for name, model in self.residency.tenants().items():
+            worker, holding = processes.get(owner_of(name)), model.holding
+            if worker is None or holding is None:
+                continue
+            self._surprise(owner_of(name), holding.measured(worker.private_dirty_bytes))
+            if model.rested(REST_S):
+                holding.trim()  # after a rush; what is kept for the next step is others' meanwhile
+            unbooked += holding.unbooked_bytes
+        unbooked += self.server.unbooked_bytes + self.residency.template.unbooked_bytes
+        if unbooked > 0:
+            self.reclaim(unbooked)  # KV makes room; the next turn books what was read
+        busy = self.busy()
+        if not busy:
+            trim_heap()
+        self.residency.room.spread(busy=busy)
+
+    def _surprise(self, owner: str, drift: int) -> None:
+        self.events.drift[owner] = drift
+        if drift <= NOISE_BYTES:
+            self._noted.pop(owner, None)
+        elif drift > 2 * self._noted.get(owner, 0):
+            self._noted[owner] = drift
+            self.events.add("drift", owner=owner, drift_bytes=drift)
+
+
+def trim_heap() -> None:
+    """Give back what the C library keeps: after a long text is tokenised that is most of it."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
+def shed_list(residency: Residency) -> list[Act]:
+    """The acts, in the order in which they are tried."""
+
+    def in_domain(domain: str) -> dict[str, Model]:
+        tenants = residency.tenants().items()
+        return {name: m for name, m in tenants if m.holding and m.holding.domain == domain}
+
+    async def caches(domain: str, size: int) -> None:
+        if domain == "ram":
+            trim_heap()
+        holdings = [m.holding for m in in_domain(domain).values() if m.holding is not None]
+        await asyncio.gather(*(holding.trim() for holding in holdings))
+
+    async def shrink(domain: str, size: int, *, in_use: bool) -> None:
+        tenants = in_domain(domain)
+        residents = [tenant.resident() for tenant in tenants.values()]
+        if in_use:
+            # The latest used first: what has run longest is nearest to its end.
+            residents.sort(key=lambda r: -r.used_at)
+            shed = [(r.name, min(size, r.kv_bytes - r.kv_least_bytes)) for r in residents[:1]]
+        else:
+            shed = list(choose_shed(residents, size, keep_bytes=0))
+        await asyncio.gather(
+            *(tenants[name].shrink_kv(tenants[name].resident().kv_bytes - n) for name, n in shed)
+        )
+
+    async def idle_models(domain: str, size: int) -> None:
+        tenants = in_domain(domain)
+        residents = [tenant.resident() for tenant in tenants.values()]
+        wanted = size
+        victims: tuple[str, ...] = ()
+        # If all idle models together are not enough, they go all the same.
+        while wanted > 0 and not (victims := choose_victims(residents, domain, wanted)):
+            idle = sum(r.total_bytes for r in residents if r.idle and not r.pinned)
+            wanted = min(idle, wanted - 1)
+        await asyncio.gather(*(tenants[name].unload() for name in victims))
+
+    return [
+        Act("caches", caches),
+        Act("unused kv", lambda domain, size: shrink(domain, size, in_use=False)),
+        Act("idle models", idle_models),
+        Act("kv in use", lambda domain, size: shrink(domain, size, in_use=True)),
+    ]

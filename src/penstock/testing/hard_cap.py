@@ -1,0 +1,274 @@
+"""The promise under a real cap: a server in a control group, hammered, watched from outside.
+
+The group stands a little above `--memory` and must never act. What the tree holds is read from
+/proc by this process, not asked of the server. Each `check_*` is one claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from penstock.config import parse_size
+from penstock.testing.cage import Cage, Inside
+from penstock.testing.hammer import Tally, Target, hammer, orders
+from penstock.testing.served import Served, served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CAGE_SHARE = 1.15
+BOOKS_SHARE = 0.02  # by which books and readings may differ at rest
+KV_SHARE = 0.95  # of the room for KV is used for it at least
+_SAMPLE_S = 0.2
+_HANG_S = 180.0  # a client that has no end by then is a fault
+_REST_S = 60.0
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Samples the tree in a thread."""
+
+    cage: Cage
+    folder: Path  # of the weights, which may be mapped
+    highest: Inside | None = None
+    samples: int = 0
+    pids: set[int] = field(default_factory=set)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sample until the block ends."""
+        thread = threading.Thread(target=self._run, name="watcher")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SAMPLE_S):
+            now = self.cage.inside(self.folder)
+            self.samples += 1
+            self.pids |= set(now.processes)
+            if self.highest is None or now.total_bytes > self.highest.total_bytes:
+                self.highest = now
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run showed."""
+
+    limit_bytes: int
+    room: Room
+    tally: Tally
+    highest: Inside
+    samples: int
+    charged_bytes: int  # the group's own high-water mark, droppable file pages included
+    pushed: int
+    kills: int
+    workers_before: list[int]
+    workers_after: list[int]
+    rest: Rest
+    events: dict[str, int]
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return (
+            f"{self.tally}\n  {self.room}\n  highest {self.highest.total_bytes / mib:.0f} of "
+            f"{self.limit_bytes / mib:.0f} MiB in {self.samples} samples; charged "
+            f"{self.charged_bytes / mib:.0f} MiB; pushed {self.pushed}; kills {self.kills}; at "
+            f"rest books {self.rest.booked_bytes / mib:.1f}, read "
+            f"{self.rest.read_bytes / mib:.1f} MiB; free KV {self.rest.free_blocks} of "
+            f"{self.rest.blocks} blocks; events {self.events}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The server when nobody asks anything of it."""
+
+    booked_bytes: int  # what is held at rest: processes, weights, and the KV that is committed
+    read_bytes: int
+    blocks: int
+    free_blocks: int
+    figures: dict[str, Any]
+
+
+def run(folder: Path, memory: str, log: Path, *, count: int, seed: int, **settings: str) -> Report:
+    """`count` requests to the model in `folder`; raises `NoCage` where no cage can be made.
+
+    `settings` are environment variables of the server.
+    """
+    home, model, limit = folder.parent.parent, folder.name, parse_size(memory)
+    warm_page_cache(folder)
+    with (
+        Cage(int(limit * CAGE_SHARE)) as cage,
+        served(
+            home, log, f"--memory={memory}", f"--model={model}", cage=cage, environment=settings
+        ) as server,
+    ):
+        watcher = Watcher(cage, folder)
+        with watcher.watching():
+            server.wait_until_ready()
+            before = _workers(server)
+            room = read_room(server, cage, folder, limit)
+            target = find_target(server, model)
+            tally = asyncio.run(hammer(server.url, orders(target, count, seed), patience_s=_HANG_S))
+            rest = at_rest(server, cage, folder)
+        assert watcher.highest is not None
+        return Report(
+            limit_bytes=limit,
+            room=room,
+            tally=tally,
+            highest=watcher.highest,
+            samples=watcher.samples,
+            charged_bytes=cage.highest_bytes(),
+            pushed=cage.pushed(),
+            kills=cage.kills(),
+            workers_before=before,
+            workers_after=_workers(server),
+            rest=rest,
+            events=_events(server),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How the limit is divided when a model has just been loaded, read from /proc."""
+
+    limit_bytes: int
+    server_bytes: int
+    template_bytes: int  # its share: pages that a worker still shares with it count half for each
+    worker_bytes: int  # beside weights and KV
+    weight_bytes: int
+    step_bytes: int  # the largest that was measured
+    kv_bytes_per_token: int
+    kv_tokens: int
+
+    def tokens(self, share: float = 1.0) -> int:
+        """KV tokens that this share of the limit would hold beside everything else."""
+        held = self.server_bytes + self.template_bytes + self.worker_bytes + self.weight_bytes
+        left = self.limit_bytes * share - held - self.step_bytes
+        return int(max(left, 0) // self.kv_bytes_per_token)
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return (
+            f"server {self.server_bytes / mib:.0f}, template {self.template_bytes / mib:.0f}, "
+            f"worker {self.worker_bytes / mib:.0f}, weights {self.weight_bytes / mib:.0f}, step "
+            f"{self.step_bytes / mib:.0f} MiB; {self.kv_tokens} KV tokens of {self.tokens()} that "
+            f"there is room for ({self.kv_tokens / max(self.tokens(), 1):.3f}); a fixed fraction "
+            f"of 0.9 would give {self.tokens(0.9)}, of 0.8 {self.tokens(0.8)}"
+        )
+
+
+def read_room(server: Served, cage: Cage, folder: Path, limit_bytes: int) -> Room:
+    """The division now; the model is loaded and nothing runs."""
+    inside, row = cage.inside(folder), server.row(folder.name)
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    committed = _metric(metrics, "penstock_kv_committed_bytes")
+    worker = inside.processes[row["pid"]] - committed
+    others = sum(inside.processes.values()) - inside.processes[row["pid"]]
+    own = inside.processes[server.pid]
+    # Weights that are not mapped are the worker's own memory.
+    copied = row["weight_bytes"] - inside.mapped_bytes if not inside.mapped_bytes else 0
+    return Room(
+        limit_bytes=limit_bytes,
+        server_bytes=own,
+        template_bytes=others - own,
+        worker_bytes=worker - copied,
+        weight_bytes=inside.mapped_bytes + copied,
+        step_bytes=row["measured_step_bytes"],
+        kv_bytes_per_token=row["kv_bytes_per_token"],
+        kv_tokens=row["kv_tokens"],
+    )
+
+
+def find_target(server: Served, model: str) -> Target:
+    """What fits and what never will, as the server itself says."""
+    body = {"model": model, "prompt": [5] * 200_000, "max_tokens": 1}
+    refused = httpx.post(f"{server.url}/v1/plan", json=body, timeout=60).json()
+    window = refused["error"]["penstock"]["limit_tokens"]
+    body["prompt"] = [5] * (window - 1)
+    verdict = httpx.post(f"{server.url}/v1/plan", json=body, timeout=60).json()
+    if verdict["verdict"] != "refuse":  # the window is what binds
+        return Target(model, "hello abc ", window, 0)
+    limit = verdict["error"]["penstock"]["limit_tokens"]
+    # A little beyond what fits now may fit when the server itself has become smaller.
+    return Target(model, "hello abc ", limit * 9 // 8, limit * 11 // 20)
+
+
+def at_rest(server: Served, cage: Cage, folder: Path) -> Rest:
+    """Books and readings once nothing moves any more: the closest of some looks."""
+    deadline = time.monotonic() + _REST_S
+    while True:
+        figures = server.get("/admin/api/memory")
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+        idle = not figures["requests"]["used_bytes"] and not _metric(metrics, "penstock_running")
+        purposes = figures["domains"]["ram"]["purposes"]
+        booked = purposes["process"] + purposes["weights"]
+        booked += _metric(metrics, "penstock_kv_committed_bytes")
+        rest = Rest(
+            booked_bytes=booked,
+            read_bytes=cage.inside(folder).total_bytes,
+            blocks=_metric(metrics, "penstock_kv_blocks"),
+            free_blocks=_metric(metrics, "penstock_kv_blocks_free"),
+            figures=figures,
+        )
+        close = abs(rest.booked_bytes - rest.read_bytes) <= BOOKS_SHARE * rest.read_bytes
+        if (idle and close and rest.free_blocks == rest.blocks) or time.monotonic() > deadline:
+            return rest
+        time.sleep(0.5)
+
+
+def check(report: Report) -> None:
+    """Every claim that holds for any set-up."""
+    tally, rest = report.tally, report.rest
+    assert not tally.faults, "\n".join(tally.faults[:20])
+    assert tally.count("fits", "answer"), tally
+    assert report.kills == 0
+    assert report.pushed == 0, f"the group had to act: {report}"
+    assert report.workers_after == report.workers_before, "a worker was replaced"
+    assert report.highest.total_bytes <= report.limit_bytes, str(report)
+    assert report.room.kv_tokens >= KV_SHARE * report.room.tokens(), str(report)
+    assert rest.figures["requests"] == {"used_bytes": 0, "waiting": 0}
+    assert rest.free_blocks == rest.blocks, str(report)
+    difference = abs(rest.booked_bytes - rest.read_bytes)
+    assert difference <= BOOKS_SHARE * rest.read_bytes, f"{report}\n{rest.figures}"
+
+
+def warm_page_cache(folder: Path) -> None:
+    """Read the model's files here, so that their pages are not charged to the cage: they can be
+    dropped at any time, and reading them is not what is on trial."""
+    for file in folder.iterdir():
+        if file.is_file():
+            with file.open("rb") as content:
+                while content.read(1 << 24):
+                    pass
+
+
+def _workers(server: Served) -> list[int]:
+    return [row["pid"] for row in server.get("/admin/api/models")]
+
+
+def _events(server: Served) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in server.get("/admin/api/events"):
+        counts[row["event"]] = counts.get(row["event"], 0) + 1
+    return counts
+
+
+def _metric(text: str, name: str) -> int:
+    """The sum of a metric over all models."""
+    found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return int(sum(map(float, found)))

@@ -1,0 +1,102 @@
+"""Steps of random shapes that no profile has tried: what was predicted, and what they took.
+
+In a process with a worker's environment, since what a step takes depends on the settings of the C
+allocator: `python -m penstock.testing.measured_steps`, which `measured_steps` starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.wire import LoadSpec
+from penstock.worker.loading import load_engine
+from penstock.worker.meter import RamMeter
+from penstock.worker.stress import Stress, Trial
+
+if TYPE_CHECKING:
+    from penstock.worker.engine.generate import GenerateEngine
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step."""
+
+    predicted_bytes: int
+    measured_bytes: int
+    shape: str
+
+
+def measured_steps(spec: LoadSpec, count: int, timeout_s: float = 600) -> list[MeasuredStep]:
+    """Load `spec` in a process of its own and run `count` random steps; largest measured last."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, msgspec.json.encode(spec), str(count)],
+        stdout=subprocess.PIPE,
+        timeout=timeout_s,
+        check=True,
+        env={**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    steps = [MeasuredStep(*json.loads(line)) for line in done.stdout.splitlines()]
+    return sorted(steps, key=lambda step: step.measured_bytes)
+
+
+def describe(steps: list[MeasuredStep]) -> str:
+    """How predictions compare with what was measured, for a report."""
+    ratios = sorted(step.predicted_bytes / max(1, step.measured_bytes) for step in steps)
+    top = sorted(
+        step.predicted_bytes / max(1, step.measured_bytes) for step in steps[-(len(steps) // 10) :]
+    )
+    places = (0.0, 0.1, 0.5, 0.9, 1.0)
+    told = [
+        " ".join(f"{some[int(place * (len(some) - 1))]:.2f}" for place in places)
+        for some in (ratios, top)
+    ]
+    return (
+        f"{len(steps)} steps of up to {steps[-1].measured_bytes} bytes; predicted / measured at "
+        f"the minimum, 10 %, median, 90 %, maximum: {told[0]}; of the largest tenth: {told[1]}"
+    )
+
+
+def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
+    """A step that the scheduler could plan, of any kind."""
+    limits, longest = engine.profile.limits, engine.ready().context
+    decodes = chance.choice([0, 1, chance.randrange(0, limits.sequences - 1)])
+    scored = chance.choice([0, 0, chance.randrange(1, limits.logit_rows - limits.sequences + 1)])
+    context = chance.randrange(1, longest + 1)
+    most = min(limits.tokens - decodes - scored, context, max(16, limits.pairs // context))
+    return Trial(
+        decodes=decodes,
+        decode_context=chance.randrange(1, max(2, longest // 8)),
+        chunk=chance.choice([0, 1, most, chance.randrange(1, most + 1)]) if decodes else most,
+        context=context,
+        scored=scored,
+        scored_context=chance.randrange(1, longest + 1),
+        demanding=chance.random() < 0.5,
+        alike=chance.random() < 0.3,
+    )
+
+
+def _main(spec: LoadSpec, count: int) -> None:
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    engine = load_engine(spec, lambda *_: None)
+    cost, bench = engine.ready().cost, engine.bench
+    chance = random.Random(2)
+    stress = Stress(bench.executor, bench.arena, bench.pool, RamMeter(), bench.limits.tokens)
+    for _ in range(count):
+        shape, took = stress.measure(_trial(chance, engine), bench.vocabulary)
+        predicted = cost.step(shape.tokens, shape.sequences, shape.context, shape.logit_rows)
+        sys.stdout.write(json.dumps([predicted, took, str(shape)]) + "\n")
+
+
+if __name__ == "__main__":
+    _main(msgspec.json.decode(sys.argv[1], type=LoadSpec), int(sys.argv[2]))

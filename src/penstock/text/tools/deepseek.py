@@ -1,0 +1,93 @@
+"""DeepSeek V3, R1 and V3.1: marks that are tokens, then a name, then plain JSON.
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+The older ones write `function<｜tool▁sep｜>weather` and put the JSON into a fenced block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
+from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.text.grammar import Grammar
+    from penstock.text.parsing import Parse, Source
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCE, _FENCED = "\n```json\n", "\n```"
+
+
+class DeepSeek:
+    """Names and plain JSON between tokens."""
+
+    name = "deepseek"
+    visible = (OPEN, CLOSE, CALL, SEPARATOR, END)
+
+    def taught_by(self, template: str) -> bool:
+        """Only this family has these tokens."""
+        return CALL in template
+
+    def parse(self, source: Source, tools: Sequence[Tool]) -> Parse[None]:
+        """Both forms; what stands between calls is white space."""
+        while (yield from source.until(TextDelta, OPEN)) is not None:
+            opened = OPEN
+            while True:
+                source.mark()
+                yield from source.space()
+                if not (yield from source.accept(CALL)) or not (yield from _call(source)):
+                    break
+                opened = ""
+            if not opened and (yield from source.accept(CLOSE)):
+                source.unmark()
+            else:
+                yield TextDelta(opened + source.since_mark())
+
+    def calls(
+        self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str
+    ) -> CallRule:
+        """The form that the template has."""
+        fenced = "```json" in template
+        bodies = []
+        for tool in tools:
+            arguments = tool.arguments(grammar)
+            if fenced:
+                head = marks("function", SEPARATOR, tool.name + _FENCE)
+                bodies.append(f"{marks(CALL)} {head} {arguments} {marks(_FENCED, END)}")
+            else:
+                head = marks(CALL, tool.name, SEPARATOR)
+                bodies.append(f"{head} {arguments} {marks(END)}")
+        call = grammar.rule("call", " | ".join(bodies))
+        between = marks("\n") if fenced else ""
+        return CallRule(OPEN, f"{repeated(call, most, between)} {marks(CLOSE)}")
+
+
+def _call(source: Source) -> Parse[bool]:
+    """One call behind its first mark; False, still marked, when it is none."""
+    name = yield from source.word(lambda character: character not in "<\n")
+    if not name or not (yield from source.accept(SEPARATOR)):
+        return False
+    if name == "function":
+        name = yield from source.word(lambda character: character not in "<\n")
+        if not name or not (yield from source.accept(_FENCE)):
+            return False
+    if (yield from source.peek()) != "{":
+        return False
+    source.unmark()
+    yield CallBegin(name)
+    yield from source.json_value(CallArguments)
+    yield CallEnd()
+    source.mark()
+    yield from source.space()
+    yield from source.accept("```")
+    yield from source.space()
+    if (yield from source.accept(END)):
+        source.unmark()
+    else:
+        yield TextDelta(source.since_mark())
+    return True

@@ -1,0 +1,113 @@
+"""What every dialect of tool calls is, and the tools themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.text.grammar import Grammar, literal, problem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.text.parsing import Parse, Source
+
+MOST_CALLS = 16  # of one answer that must call: a small model does not end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    definition: dict[str, Any]  # as templates are given it
+    parameters: dict[str, Any] = field(default_factory=dict)  # a JSON schema
+    strict: bool = False
+
+    def arguments(self, grammar: Grammar) -> str:
+        """A reference to the arguments in a grammar: to the letter only if the tool is strict."""
+        return grammar.json(self.schema, lenient=not self.strict)
+
+    def enforceable(self) -> Tool:
+        """This tool, or one of any arguments if its schema cannot be kept and need not be."""
+        if self.strict:
+            return self
+        alone = Grammar()
+        alone.start = self.arguments(alone)
+        return self if problem_of(alone.text()) is None else replace(self, parameters={})
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What arguments must be: an object, whatever else the parameters say."""
+        return {"type": "object", **self.parameters}
+
+    def property_type(self, name: str) -> object:
+        """The JSON type of one argument, as far as the schema says it plainly."""
+        properties = self.parameters.get("properties")
+        known = properties.get(name) if isinstance(properties, dict) else None
+        return known.get("type") if isinstance(known, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How the marks of a dialect stand in a grammar: as special tokens, where they are such."""
+
+    special: Callable[[str], int | None]  # the id of a special token
+
+    def __call__(self, *texts: str) -> str:
+        """Marks and other text, one after the other."""
+        return " ".join(self._one(text) for text in texts if text)
+
+    def is_special(self, text: str) -> bool:
+        """Whether ordinary text cannot contain this mark."""
+        return self.special(text) is not None
+
+    def _one(self, text: str) -> str:
+        number = self.special(text)
+        return literal(text) if number is None else f"<[{number}]>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """Calls as a grammar: `trigger` opens them, `after` is the rule of all that follows it.
+
+    Without a trigger, calls are told from text by their first character only.
+    """
+
+    trigger: str
+    after: str
+
+
+class Dialect(Protocol):
+    """One way of writing calls."""
+
+    @property
+    def name(self) -> str:
+        """What a setting calls it."""
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Its marks that may be special tokens."""
+
+    def taught_by(self, template: str) -> bool:
+        """Whether a chat template teaches this dialect."""
+
+    def parse(self, source: Source, tools: Sequence[Tool]) -> Parse[None]:
+        """Text and calls, to the end of the answer."""
+
+    def calls(
+        self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str
+    ) -> CallRule:
+        """One to `most` calls of these tools."""
+
+
+def known(tools: Sequence[Tool], name: str) -> Tool | None:
+    """The tool of that name."""
+    return next((tool for tool in tools if tool.name == name), None)
+
+
+def repeated(rule: str, most: int, separator: str = "") -> str:
+    """The rule once, or up to `most` times with the separator between."""
+    if most == 1:
+        return rule
+    return f"{rule} ({separator} {rule}){{0,{most - 1}}}"

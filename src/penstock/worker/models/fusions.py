@@ -1,0 +1,151 @@
+"""Decoder layers of the shape that most architectures share, their weights packed.
+
+    x + attention(norm(x)), then x + mlp(norm(x))
+
+Found by structure, not by name: a layer with two norms, an attention of four plain projections and
+an mlp. Keys, queries and values become one weight, gate and up another; the modules' own weights
+are views of these, so that nothing is held twice and the model's own forward still works. Who
+computes such a layer in another way calls `install` and must give the same answers as the layer
+itself, asked on a sample: what an architecture does beside (a scaled residual, another rotation)
+is found out in this way, and that layer stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_HEAD_NORMS = {"q_norm", "k_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMlp:
+    """down(silu(gate) x up), without biases."""
+
+    gate_up: Tensor  # [2 inner, hidden]
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """What a layer of the common shape is made of."""
+
+    module: nn.Module
+    index: int
+    head_dim: int
+    scaling: float
+    window: int | None
+    epsilon: float
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    qkv: Tensor  # [(heads + 2 kv_heads) x head_dim, hidden]
+    qkv_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys
+    out: Tensor  # [hidden, heads x head_dim]
+    mlp: PackedMlp | nn.Module
+
+
+def packed_layers(model: nn.Module) -> Iterator[PackedLayer]:
+    """Layers of the common shape; their weights are packed on the way."""
+    for module in model.modules():
+        if {name for name, _ in module.named_children()} == _LAYER and (found := _pack(module)):
+            yield found
+
+
+def install(layer: PackedLayer, forward: Callable[..., Tensor]) -> None:
+    """Compute a layer by `forward` from now on."""
+    layer.module.forward = forward
+
+
+def own_forward(layer: PackedLayer) -> Callable[..., Tensor]:
+    """The layer's forward as transformers wrote it."""
+    forward: Callable[..., Tensor] = type(layer.module).forward.__get__(layer.module)
+    return forward
+
+
+def _pack(module: Any) -> PackedLayer | None:
+    attention, mlp = module.self_attn, module.mlp
+    children = dict(attention.named_children())
+    plain = {*_PROJECTIONS, "o_proj"}
+    norms = set(children) - plain
+    if not plain <= set(children) or norms not in (set(), _HEAD_NORMS):
+        return None
+    if any(True for _ in attention.parameters(recurse=False)) or attention.o_proj.bias is not None:
+        return None
+    if any(type(children[name]) is not nn.Linear for name in plain):
+        return None
+    if any(not _is_norm(norm) for norm in _norms(module, norms)):
+        return None
+    epsilons = {_epsilon(norm) for norm in _norms(module, norms)}
+    head_dim, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    if len(epsilons) != 1 or head_dim is None or scaling is None:
+        return None
+    if norms and attention.q_norm.weight.shape != (head_dim,):
+        return None
+    projections = [children[name] for name in _PROJECTIONS]
+    biases = [projection.bias for projection in projections]
+    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+        return None
+    return PackedLayer(
+        module=module,
+        index=attention.layer_idx,
+        head_dim=head_dim,
+        scaling=scaling,
+        window=getattr(attention, "sliding_window", None),
+        epsilon=epsilons.pop() or 0.0,
+        attention_norm=module.input_layernorm.weight,
+        mlp_norm=module.post_attention_layernorm.weight,
+        qkv=_together(projections),
+        qkv_bias=None if biases[0] is None else torch.cat([bias.data for bias in biases]),
+        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if norms else None,
+        out=attention.o_proj.weight,
+        mlp=_pack_mlp(mlp),
+    )
+
+
+def _pack_mlp(mlp: Any) -> PackedMlp | Any:
+    children = dict(mlp.named_children())
+    names = ("gate_proj", "up_proj", "down_proj")
+    linears = [children.get(name) for name in names]
+    if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
+        return mlp
+    activation = getattr(mlp, "act_fn", None)
+    sample = torch.linspace(-4, 4, 65)
+    if activation is None or not torch.equal(activation(sample), nn.functional.silu(sample)):
+        return mlp
+    return PackedMlp(_together([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.weight)
+
+
+def _together(linears: list[Any]) -> Tensor:
+    """Their weights as one; each becomes a view of it."""
+    packed = torch.cat([linear.weight.data for linear in linears])
+    begin = 0
+    for linear in linears:
+        end = begin + linear.out_features
+        linear.weight = nn.Parameter(packed[begin:end], requires_grad=False)
+        begin = end
+    return packed
+
+
+def _norms(module: Any, names: set[str]) -> list[nn.Module]:
+    attention = module.self_attn
+    heads = [getattr(attention, name) for name in sorted(names)]
+    return [module.input_layernorm, module.post_attention_layernorm, *heads]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1 and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return epsilon if isinstance(epsilon, float) else None

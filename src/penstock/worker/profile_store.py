@@ -1,0 +1,97 @@
+"""Measured profiles kept between loads: one small file each, under a fingerprint.
+
+A file that cannot be read, or is not what it should be, is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the annotation
+
+if TYPE_CHECKING:
+    from penstock.wire import LoadSpec
+
+FORMAT = 2
+_LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
+
+
+class StoredProfile(msgspec.Struct, frozen=True):
+    """What a load has measured, and within what."""
+
+    format: int
+    fingerprint: str
+    memory_bytes: int  # the grant it was measured in
+    step_tokens: int
+    step_sequences: int
+    cost: CostModel
+
+
+def fingerprint(spec: LoadSpec, dtype: torch.dtype, window: int, block_tokens: int) -> str:
+    """A digest of the weights' identity, the machine, the libraries and the settings."""
+    folder = Path(spec.path)
+    files = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in sorted(folder.iterdir())
+        if file.suffix in {".safetensors", ".json"}
+    ]
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    parts = (
+        FORMAT,
+        files,
+        config,
+        str(dtype),
+        _device_name(spec.device),
+        [(name, _version(name)) for name in _LIBRARIES],
+        (spec.step_tokens, spec.step_sequences, window, block_tokens, torch.get_num_threads()),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def load(directory: str | None, wanted: str) -> StoredProfile | None:
+    """The profile of a fingerprint, if there is one."""
+    if directory is None:
+        return None
+    try:
+        data = (Path(directory) / f"{wanted}.json").read_bytes()
+        stored = msgspec.json.decode(data, type=StoredProfile)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return stored if (stored.format, stored.fingerprint) == (FORMAT, wanted) else None
+
+
+def save(directory: str | None, profile: StoredProfile) -> None:
+    """Keep it; a full or read-only disk only means measuring again."""
+    if directory is None:
+        return
+    target = Path(directory) / f"{profile.fingerprint}.json"
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(profile))
+        temporary.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

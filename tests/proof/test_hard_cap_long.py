@@ -1,0 +1,47 @@
+"""The long form of the hard-cap runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock import shapes
+from penstock.testing import hard_cap
+from penstock.testing.cage import NoCage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.proof
+
+
+def run(
+    folder: Path, memory: str, log: Path, count: int, capsys: pytest.CaptureFixture[str]
+) -> hard_cap.Report:
+    try:
+        report = hard_cap.run(folder, memory, log, count=count, seed=7)
+    except NoCage as reason:
+        pytest.skip(f"no control group to run in: {reason}")
+    with capsys.disabled():
+        print(f"\n{folder.name} at {memory}: {report}")  # noqa: T201 - what docs/proof.md records
+    hard_cap.check(report)
+    return report
+
+
+def test_a_thousand_requests_to_the_starter(
+    starter_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run(starter_folder, "2GiB", tmp_path / "serve.log", 1_000, capsys)
+    assert report.tally.refusals("window") >= 150
+
+
+def test_ten_thousand_requests_to_a_model_whose_kv_is_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "models" / "big-kv"
+    folder.mkdir(parents=True)
+    shapes.write_folder("random:big-kv", folder)
+    report = run(folder, "896MiB", tmp_path / "serve.log", 10_000, capsys)
+    assert report.tally.refusals("memory") >= 1_000
+    assert report.tally.count("alone", "answer") >= 500

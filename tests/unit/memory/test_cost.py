@@ -1,0 +1,108 @@
+"""The envelope: never below what was measured, close above it, the same after a trip by wire."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.memory.cost import CostModel, Measured, fit
+
+MIB = 1 << 20
+Shape = tuple[int, int, int, int]
+
+sizes: st.SearchStrategy[Shape] = st.tuples(
+    st.integers(1, 8192), st.integers(1, 256), st.integers(1, 1 << 20), st.integers(0, 512)
+)
+
+
+def point(shape: Shape, cost: int) -> Measured:
+    return Measured(*shape, cost)
+
+
+points = st.lists(
+    st.builds(point, sizes, st.integers(0, 1 << 40)),
+    min_size=1,
+    max_size=40,
+)
+
+
+def truth(tokens: int, sequences: int, context: int, logit_rows: int) -> int:
+    """A machine in which logits are computed when the layers' memory is free again."""
+    layers = 3 * MIB + 40_000 * tokens + 2_000 * sequences + 90 * context
+    return max(layers, 2 * MIB + 4_000 * tokens + 900_000 * logit_rows)
+
+
+def measure(shapes: list[Shape]) -> list[Measured]:
+    return [Measured(*shape, truth(*shape)) for shape in shapes]
+
+
+GRID = [
+    (tokens, sequences, context, rows)
+    for tokens in (1, 256, 512)
+    for sequences in (1, 64)
+    for context in (64, 16_384)
+    for rows in (1, 64)
+]
+
+
+@given(points)
+def test_never_below_a_measured_point_whatever_was_measured(measured: list[Measured]) -> None:
+    cost = fit(measured, 1024, 16)
+    coefficients = (cost.per_token, cost.per_sequence, cost.per_context, cost.per_logit_row)
+    assert cost.base >= 0 and min(coefficients) >= 0.0
+    for known in measured:
+        assert cost.step(*known.shape) >= known.bytes
+
+
+@given(points, sizes, sizes)
+def test_a_larger_step_never_costs_less(measured: list[Measured], one: Shape, more: Shape) -> None:
+    cost = fit(measured, 1024, 16)
+    larger = (one[0] + more[0], one[1] + more[1], one[2] + more[2], one[3] + more[3])
+    assert cost.step(*larger) >= cost.step(*one)
+
+
+@given(
+    st.tuples(st.integers(1, 512), st.integers(1, 64), st.integers(64, 16_384), st.integers(1, 64))
+)
+def test_true_between_the_measured_points_and_close_at_the_top(
+    shape: Shape,
+) -> None:
+    cost = fit(measure(GRID), 1024, 16)
+    assert cost.step(*shape) >= truth(*shape)
+    largest = max(p.bytes for p in cost.measured)
+    if truth(*shape) > 0.8 * largest:
+        assert cost.step(*shape) <= 1.25 * truth(*shape)
+
+
+def test_a_plane_is_found_exactly() -> None:
+    def plane(t: int, s: int, c: int, r: int) -> int:
+        return 1000 + 300 * t + 70 * s + 5 * c + 9000 * r
+
+    cost = fit([Measured(*shape, plane(*shape)) for shape in GRID], 1024, 16)
+    assert cost.per_token == pytest.approx(300, rel=1e-6)
+    assert cost.per_logit_row == pytest.approx(9000, rel=1e-6)
+    assert cost.step(1000, 100, 40_000, 300) == pytest.approx(plane(1000, 100, 40_000, 300), abs=8)
+
+
+def test_one_point_is_enough_and_none_is_not() -> None:
+    assert fit([Measured(512, 1, 512, 1, 7 * MIB)], 1024, 16).step(512, 1, 512, 1) >= 7 * MIB
+    with pytest.raises(ValueError, match="at least one"):
+        fit([], 1024, 16)
+
+
+def test_points_of_one_shape_keep_the_largest() -> None:
+    shape = (8, 1, 8, 1)
+    cost = fit([Measured(*shape, 5), Measured(*shape, 9), Measured(*shape, 7)], 1, 16)
+    assert [p.bytes for p in cost.measured] == [9]
+
+
+def test_a_sequence_takes_whole_blocks() -> None:
+    cost = fit([Measured(1, 1, 1, 1, 1)], kv_bytes_per_token=100, block_tokens=16)
+    assert [cost.sequence(n) for n in (0, 1, 16, 17)] == [0, 1600, 1600, 3200]
+
+
+def test_the_same_after_a_trip_by_wire() -> None:
+    cost = fit(measure(GRID), 1024, 16)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(cost), type=CostModel) == cost

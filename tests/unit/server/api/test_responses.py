@@ -1,0 +1,238 @@
+"""OpenAI's Responses over a fake worker: items, events, the store, the background."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from penstock.testing.fake_server import add_model, serving
+from penstock.testing.fake_worker import FakeModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+THINKER = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}assistant: <think>\n"
+    "{# </think> <tool_call> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    add_model(home, "echo")
+    add_model(home, "small", FakeModel(context=64))
+    add_model(home, "thinker", FakeModel(answer=f"hm\n</think>\n\nWell.{CALL}"), THINKER)
+    add_model(home, "dies-late", FakeModel(die_at_token=3))
+    add_model(home, "slow", FakeModel(step_s=0.02))
+    return home
+
+
+@pytest.fixture(scope="module")
+def client(home: Path) -> Iterator[httpx.Client]:
+    with (
+        serving(home, models_default="echo") as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        yield client
+
+
+def ask(client: httpx.Client, status: int = 200, **fields: Any) -> Any:
+    answer = client.post("/v1/responses", json={"model": "echo", "input": "hi", **fields})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def stream(client: httpx.Client, **fields: Any) -> list[Any]:
+    body = {"model": "echo", "input": "hi", "stream": True, **fields}
+    with client.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line[6:]) for line in lines]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def text_of(response: Any) -> str:
+    return "".join(
+        part["text"]
+        for item in response["output"]
+        if item["type"] == "message"
+        for part in item["content"]
+    )
+
+
+def until(client: httpx.Client, response_id: str, *states: str) -> Any:
+    deadline = time.monotonic() + 15
+    while True:
+        response = client.get(f"/v1/responses/{response_id}").json()
+        if response["status"] in states:
+            return response
+        assert time.monotonic() < deadline, response["status"]
+        time.sleep(0.05)
+
+
+def without_ids(items: list[Any]) -> list[Any]:
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+def test_an_answer_and_its_usage(client: httpx.Client) -> None:
+    response = ask(client, max_output_tokens=4, instructions="be kind", metadata={"a": "b"})
+    assert response["object"] == "response"
+    assert (response["status"], text_of(response)) == ("incomplete", "syst")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["input_tokens"] == len("system: be kind\nuser: hi\nassistant: ")
+    assert response["usage"]["output_tokens"] == 4
+    assert response["metadata"] == {"a": "b"}
+
+
+def test_items_in_all_shapes(client: httpx.Client) -> None:
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "t"}]},
+        {
+            "type": "message",
+            "id": "m",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "a", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+    ]
+    response = ask(client, input=items, tools=TOOLS)
+    assert text_of(response).startswith("system: d\nuser: q\nassistant: a\ntool: sunny\n")
+
+
+def test_reasoning_text_and_calls_are_items(client: httpx.Client) -> None:
+    whole = ask(client, model="thinker", tools=TOOLS)
+    assert whole["status"] == "completed"
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == ["reasoning", "message", "function_call"]
+    assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm\n"}]
+    assert whole["output"][2]["arguments"] == '{"city": "Paris"}'
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    events = stream(client, model="thinker", tools=TOOLS)
+    last = events[-1]["response"]
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+
+
+def test_the_events_put_together_are_the_answer(client: httpx.Client) -> None:
+    events = stream(client, model="thinker", tools=TOOLS)
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    final = events[-1]["response"]["output"]
+    for index, item in enumerate(final):
+        own = [event for event in events if event.get("output_index") == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[-1]["type"] == "response.output_item.done"
+        assert own[-1]["item"] == item
+        deltas = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        said = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert deltas == said
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+
+
+def test_a_response_is_continued_found_and_forgotten(client: httpx.Client) -> None:
+    first = ask(client, max_output_tokens=4)
+    second = ask(client, input="more", previous_response_id=first["id"], max_output_tokens=60)
+    assert text_of(second).startswith("user: hi\nassistant: user\nuser: more\nassistant: ")
+    third = stream(client, input="x", previous_response_id=second["id"], max_output_tokens=1)
+    stored = client.get(f"/v1/responses/{third[-1]['response']['id']}").json()
+    assert stored == third[-1]["response"]
+    asked = client.get(f"/v1/responses/{second['id']}/input_items").json()
+    assert [item["content"] for item in asked["data"]] == ["more"]
+    assert client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
+    assert client.get(f"/v1/responses/{first['id']}").status_code == 404
+    refused = ask(client, 400, previous_response_id=second["id"])
+    assert refused["error"]["param"] == "previous_response_id"
+
+
+def test_what_is_not_to_be_stored_is_not(client: httpx.Client) -> None:
+    response = ask(client, store=False, max_output_tokens=1)
+    assert client.get(f"/v1/responses/{response['id']}").status_code == 404
+
+
+def test_the_store_survives_a_restart_and_is_bounded(home: Path) -> None:
+    with serving(home) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        kept = ask(client, max_output_tokens=2)
+        slow = ask(client, model="slow", background=True, max_output_tokens=2000)
+        until(client, slow["id"], "in_progress")
+    flags = {"server_stored_responses": 2}
+    with serving(home, **flags) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        assert client.get(f"/v1/responses/{kept['id']}").json() == kept
+        left = client.get(f"/v1/responses/{slow['id']}").json()
+        assert left["status"] in ("cancelled", "failed")
+        newer = [ask(client, max_output_tokens=1)["id"] for _ in range(2)]
+        assert client.get(f"/v1/responses/{kept['id']}").status_code == 404
+        assert all(client.get(f"/v1/responses/{each}").status_code == 200 for each in newer)
+
+
+def test_in_the_background(client: httpx.Client) -> None:
+    queued = ask(client, background=True, max_output_tokens=3)
+    assert queued["status"] == "queued"
+    done = until(client, queued["id"], "incomplete")
+    assert text_of(done) == "use"
+    failed = ask(client, model="dies-late", background=True, max_output_tokens=9)
+    assert until(client, failed["id"], "failed")["error"]["code"] == "worker_restarted"
+
+
+def test_what_runs_in_the_background_can_be_stopped(client: httpx.Client) -> None:
+    queued = ask(client, model="slow", background=True, max_output_tokens=2000)
+    stopped = client.post(f"/v1/responses/{queued['id']}/cancel").json()
+    assert stopped["status"] == "cancelled"
+    plain = ask(client, max_output_tokens=1)
+    assert client.post(f"/v1/responses/{plain['id']}/cancel").status_code == 400
+
+
+def test_responses_belong_to_the_key_that_made_them(tmp_path: Path) -> None:
+    add_model(tmp_path, "fake")
+    with (
+        serving(tmp_path, server_api_keys=["a", "b"], models_default="fake") as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        mine, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+        body = {"input": "hi", "max_output_tokens": 1}
+        made = client.post("/v1/responses", json=body, headers=mine).json()
+        address = f"/v1/responses/{made['id']}"
+        assert client.get(address, headers=other).status_code == 404
+        assert client.delete(address, headers=other).status_code == 404
+        assert client.get(address, headers=mine).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, 400, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400,
+         "input[0].content[0]"),
+        ({"background": True, "stream": True}, 400, "background"),
+        ({"conversation": "c"}, 400, "conversation"),
+        ({"tools": [{"type": "computer"}]}, 400, "tools"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 400,
+         "text.format.schema"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"model": "nobody"}, 404, "model"),
+        ({"model": "small", "input": "x" * 99, "stream": True}, 400, "input"),
+    ],
+)  # fmt: skip
+def test_refusals(client: httpx.Client, fields: Any, status: int, param: str) -> None:
+    assert ask(client, status, **fields)["error"]["param"] == param
+
+
+def test_a_stream_that_fails_says_so(client: httpx.Client) -> None:
+    events = stream(client, model="dies-late")
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "worker_restarted"

@@ -1,0 +1,71 @@
+"""A worker that is read to hold more than it was measured to: booked beside it, then let go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from penstock.memory.admission import LoadNeed
+from penstock.memory.ledger import Ledger, Purpose
+from penstock.server.holding import Holding
+
+MIB = 1 << 20
+LIMIT = 1000 * MIB
+NEEDS = {
+    ("ram", Purpose.PROCESS): 100 * MIB,
+    ("ram", Purpose.WEIGHTS): 200 * MIB,
+    ("ram", Purpose.STEP): 50 * MIB,
+    ("ram", Purpose.KV): 400 * MIB,
+}
+
+
+def holding(ledger: Ledger, copied: int, committed: int) -> Holding:
+    need = LoadNeed("m", "ram", {}, MIB, MIB, LIMIT)
+    plan = SimpleNamespace(domain="ram", load_need=lambda: need)
+    made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", NEEDS))
+    made._client = cast(
+        "Any",
+        SimpleNamespace(
+            ready=SimpleNamespace(copied_bytes=copied),
+            status=SimpleNamespace(kv_committed_bytes=committed),
+            open_requests=0,
+        ),
+    )
+    return made
+
+
+def test_what_was_measured_is_no_surprise_whether_weights_are_mapped_or_not() -> None:
+    for copied in (0, 200 * MIB):
+        ledger = Ledger({"ram": LIMIT})
+        made = holding(ledger, copied, committed=300 * MIB)
+        for _ in range(3):
+            assert made.measured(100 * MIB + copied + 50 * MIB + 300 * MIB) <= 0
+        assert made.slack_bytes == 0
+
+
+def test_a_surprise_is_booked_once_two_readings_agree() -> None:
+    ledger = Ledger({"ram": LIMIT})
+    made = holding(ledger, 0, committed=300 * MIB)
+    larger = 100 * MIB + 50 * MIB + 300 * MIB + 60 * MIB
+    assert made.measured(larger) <= 0
+    assert made.measured(larger) == 60 * MIB
+    assert made.slack_bytes == 60 * MIB
+    assert ledger.snapshot()["ram"].booked_bytes == 810 * MIB
+    made.forget_surprises()
+    made.measured(larger - 60 * MIB)
+    assert made.slack_bytes == 0
+    assert ledger.snapshot()["ram"].booked_bytes == 750 * MIB
+    ledger.check()
+
+
+def test_where_the_books_are_full_kv_is_asked_for_first() -> None:
+    ledger = Ledger({"ram": LIMIT})
+    made = holding(ledger, 0, committed=300 * MIB)
+    others = ledger.reserve("other", {("ram", Purpose.KV): ledger.free("ram")})
+    larger = 100 * MIB + 50 * MIB + 300 * MIB + 60 * MIB
+    made.measured(larger)
+    made.measured(larger)
+    assert (made.slack_bytes, made.unbooked_bytes) == (0, 60 * MIB)
+    others.release()
+    made.measured(larger)
+    assert (made.slack_bytes, made.unbooked_bytes) == (60 * MIB, 0)

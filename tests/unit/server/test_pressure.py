@@ -1,0 +1,92 @@
+"""Books that follow readings: a process that grew is booked at KV's cost, and told of once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from penstock.memory.baseline import Baseline
+from penstock.memory.gauge import ProcessReading, RamReading
+from penstock.memory.governor import Events, Readings
+from penstock.memory.ledger import Ledger, Purpose
+from penstock.memory.requests import RequestPool
+from penstock.memory.slack import NOISE_BYTES
+from penstock.server.pressure import _Watch
+
+MIB = 1 << 20
+
+
+def readings(server: int, template: int) -> Readings:
+    def process(size: int) -> ProcessReading:
+        return ProcessReading(size, size, size, size, size, size)
+
+    ram = RamReading(1 << 40, 1 << 39, None, None)
+    return Readings(ram, (), {"server": process(server), "template": process(template)})
+
+
+def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
+    async def body() -> None:
+        ledger = Ledger({"ram": 1000 * MIB})
+        server = Baseline(ledger, "server", 100 * MIB)
+        template = Baseline(ledger, "template", 200 * MIB)
+        pool = RequestPool(ledger, 50 * MIB, 100 * MIB, 1.0)
+        kv = ledger.reserve("model:m", {("ram", Purpose.KV): ledger.free("ram")})
+        asked: list[int] = []
+        events = Events()
+        residency = SimpleNamespace(
+            template=template,
+            tenants=dict,
+            workers=dict,
+            room=SimpleNamespace(spread=lambda busy: None),
+        )
+        watch = _Watch(
+            cast("Any", residency), cast("Any", None), server, pool, asked.append, events
+        )
+
+        grown = {"server": 140 * MIB, "template": 200 * MIB}
+        watch.reconcile(first := readings(**grown))
+        watch.reconcile(first)  # nothing was read anew
+        watch.reconcile(readings(**grown))
+        assert asked == [40 * MIB, 40 * MIB]
+        assert [row["event"] for row in events.rows()] == ["drift"]
+        ledger.check()
+
+        kv.resize({("ram", Purpose.KV): kv.total() - 40 * MIB})  # what the model gives back
+        watch.reconcile(readings(**grown))
+        assert server.booked_bytes == 140 * MIB
+        assert len(asked) == 2
+        watch.reconcile(readings(server=90 * MIB, template=150 * MIB))
+        assert (server.booked_bytes, template.booked_bytes) == (90 * MIB, 150 * MIB)
+        assert ledger.free("ram") == 100 * MIB
+
+    asyncio.run(body())
+
+
+def test_what_requests_hold_is_not_booked_twice() -> None:
+    async def body() -> None:
+        ledger = Ledger({"ram": 1000 * MIB})
+        server = Baseline(ledger, "server", 100 * MIB)
+        pool = RequestPool(ledger, 50 * MIB, 100 * MIB, 1.0)
+        residency = SimpleNamespace(
+            template=Baseline(ledger, "template", 1),
+            tenants=dict,
+            workers=dict,
+            room=SimpleNamespace(spread=lambda busy: None),
+        )
+        watch = _Watch(
+            cast("Any", residency), cast("Any", None), server, pool, lambda _: None, Events()
+        )
+        with pool.share() as share:
+            await share.grow(80 * MIB)
+            watch.reconcile(readings(server=180 * MIB, template=1))
+            assert server.booked_bytes == 100 * MIB
+
+    asyncio.run(body())
+
+
+def test_noise_is_no_drift() -> None:
+    ledger = Ledger({"ram": 1000 * MIB})
+    baseline = Baseline(ledger, "server", 100 * MIB)
+    assert baseline.measured(100 * MIB + NOISE_BYTES) == NOISE_BYTES
+    assert baseline.unbooked_bytes == 0

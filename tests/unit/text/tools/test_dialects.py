@@ -1,0 +1,315 @@
+"""Every dialect: what it reads, however the text is cut, and that nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import TOOL_DIALECTS
+from penstock.text.parsing import Parsing
+from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta, merged
+from penstock.text.tools import DIALECTS, by_name, chosen_for
+from penstock.text.tools.dialect import Tool
+
+if TYPE_CHECKING:
+    from penstock.text.parts import Part
+    from penstock.text.tools.dialect import Dialect
+
+WEATHER = Tool(
+    "weather",
+    {"type": "function", "function": {"name": "weather"}},
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+)
+TIME = Tool("time", {"type": "function", "function": {"name": "time"}})
+TOOLS = (WEATHER, TIME)
+ARGUMENTS = {"city": 'Paris "P" {x} </tool_call>', "days": 3}
+JSON = json.dumps(ARGUMENTS)
+PLAIN = {"city": "Paris\nFrance", "days": 3}
+
+# (dialect, what the model writes, text before, arguments of `weather`); then comes `time`, empty.
+EXAMPLES: list[tuple[str, str, str, dict[str, Any]]] = [
+    (
+        "hermes",
+        f'Well.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {}, "name": "time"}\n</tool_call>',
+        "Well.\n",
+        ARGUMENTS,
+    ),
+    (
+        "qwen_coder",
+        "Well.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\nFrance\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=time>\n</function>\n</tool_call>",
+        "Well.\n",
+        PLAIN,
+    ),
+    (
+        "glm",
+        "Well.<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris\nFrance</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n"
+        "</tool_call>",
+        "Well.",
+        PLAIN,
+    ),
+    (
+        "minimax",
+        'Well.<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris\nFrance'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="time">\n'
+        "</invoke>\n</minimax:tool_call>",
+        "Well.",
+        PLAIN,
+    ),
+    (
+        "deepseek",
+        f"Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}"
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "Well.",
+        ARGUMENTS,
+    ),
+    (
+        "deepseek",
+        "Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n"
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Well.",
+        ARGUMENTS,
+    ),
+    (
+        "kimi",
+        "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_call_begin|>functions.time:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Well.",
+        ARGUMENTS,
+    ),
+    (
+        "mistral",
+        f'Well.[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}, '
+        '{"name": "time", "arguments": {}}]',
+        "Well.",
+        ARGUMENTS,
+    ),
+    (
+        "mistral",
+        f"Well.[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]time[CALL_ID]abc123[ARGS]{{}}",
+        "Well.",
+        ARGUMENTS,
+    ),
+    (
+        "llama_json",
+        f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}}; '
+        '{"name": "time", "parameters": {}}',
+        "",
+        ARGUMENTS,
+    ),
+    (
+        "llama_json",
+        f'{{"name": "weather", "parameters": {JSON}}};{{"name": "time", "parameters": {{}}}}',
+        "",
+        ARGUMENTS,
+    ),
+    (
+        "pythonic",
+        '[weather(city="Paris \\"P\\" (x", days=3), time()]',
+        "",
+        {"city": 'Paris "P" (x', "days": 3},
+    ),
+    (
+        "gemma",
+        "Well.<start_function_call>call:weather{city:<escape>Paris, {x}<escape>,days:3}"
+        "<end_function_call><start_function_call>call:time{}<end_function_call>",
+        "Well.",
+        {"city": "Paris, {x}", "days": 3},
+    ),
+    (
+        "gemma",
+        'Well.<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:time{}<tool_call|>",
+        "Well.",
+        {"city": "Paris", "days": 3},
+    ),
+]
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>"
+)
+
+
+def dialect_of(name: str) -> Dialect:
+    dialect = by_name(name)
+    assert dialect is not None
+    return dialect
+
+
+def parsed(dialect: Dialect, pieces: list[str]) -> list[Part]:
+    parsing = Parsing(partial(dialect.parse, tools=TOOLS))
+    parts = [part for piece in pieces for part in parsing.push(piece)]
+    return merged([*parts, *parsing.finish()])
+
+
+def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+    """Names and arguments; checks that each is opened, filled and closed in turn."""
+    found: list[tuple[str, str]] = []
+    open_call = False
+    for part in parts:
+        match part:
+            case CallBegin(name):
+                assert not open_call
+                open_call = True
+                found.append((name, ""))
+            case CallArguments(text):
+                assert open_call
+                found[-1] = (found[-1][0], found[-1][1] + text)
+            case CallEnd():
+                assert open_call
+                open_call = False
+            case _:
+                assert not open_call
+    assert not open_call
+    return [(name, json.loads(text)) for name, text in found]
+
+
+def text_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, TextDelta))
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize(("name", "text", "before", "arguments"), EXAMPLES)
+def test_calls_are_read(name: str, text: str, before: str, arguments: dict[str, Any]) -> None:
+    parts = parsed(dialect_of(name), [text])
+    assert calls(parts) == [("weather", arguments), ("time", {})]
+    assert text_of(parts).strip() == before.strip()
+    assert parts == parsed(dialect_of(name), list(text))
+
+
+def test_channels_are_read() -> None:
+    parts = parsed(dialect_of("harmony"), [HARMONY])
+    assert parts[0] == ReasoningDelta("Let me think.")
+    assert calls(parts) == [("weather", ARGUMENTS)]
+    final = "<|channel|>final<|message|>Hello.<|return|>"
+    assert parsed(dialect_of("harmony"), [final]) == [TextDelta("Hello.")]
+
+
+def test_the_models_own_ids_are_kept() -> None:
+    text = next(text for name, text, *_ in EXAMPLES if name == "kimi")
+    begins = [part for part in parsed(dialect_of("kimi"), [text]) if isinstance(part, CallBegin)]
+    assert [begin.id for begin in begins] == ["functions.weather:0", "functions.time:1"]
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in EXAMPLES if name in ("hermes", "deepseek")])
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    text = next(text for each, text, *_ in EXAMPLES if each == name)
+    parsing = Parsing(partial(dialect_of(name).parse, tools=TOOLS))
+    half = text.index("Paris") + 3
+    parts = parsing.push(text[:half])
+    assert merged(parts)[-1] == CallArguments('{"city": "Par')
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "The tag <tool_call> opens and </tool_call> closes a call."),
+        ("hermes", '<tool_call>\n{"name": "weather", "arg'),
+        ("hermes", "<tool_call>{broken}</tool_call> and on"),
+        ("hermes", "a <tool_call> b <tool_call"),
+        ("qwen_coder", "if a <function=x and <parameter= then"),
+        ("glm", "<tool_call>nobody\n<arg_key>a</arg_key></tool_call>"),
+        ("minimax", '<minimax:tool_call>\n<invoke nam="x">'),
+        ("deepseek", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+        ("kimi", "<|tool_calls_section_begin|> hm <|tool_call_begin|>x"),
+        ("mistral", "[TOOL_CALLS] is a token; [TOOL_CALLS] [1, 2]"),
+        ("llama_json", '{"answer": 42} is what you asked for'),
+        ("llama_json", '{"name": "nobody", "parameters": {}}'),
+        ("llama_json", '  {"name": "weather", "par'),
+        ("pythonic", "[1, 2, 3] is a list; [weather is a name"),
+        ("pythonic", "[weather(city=open('x'))]"),
+        ("gemma", "<start_function_call>call:weather{city:<escape>Par"),
+        ("gemma", "<|tool_call>nonsense<tool_call|>!"),
+    ],
+)
+def test_what_is_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
+    assert parsed(dialect_of(name), [text]) == [TextDelta(text)]
+    assert parsed(dialect_of(name), list(text)) == [TextDelta(text)]
+
+
+# Pieces of every dialect's marks, so that random texts come close to calls.
+_FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<function=weather>", "<parameter=city>", "</parameter>",
+    "</function>", "weather", "time", "\n", " ", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", '<invoke name="', '">', "</invoke>",
+    "</minimax:tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```json", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.weather:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", '{"name": ',
+    '"weather"', ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", "(", ")", '"', "'",
+    "\\", ",", ";", ":", "=", "<", "|", "call:", "<start_function_call>", "<end_function_call>",
+    "<escape>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>",
+    "assistant", "to=functions.weather", "{}", "1", "ü",
+]  # fmt: skip
+fragments = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(max_size=2)), max_size=14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pieces=fragments, places=st.lists(st.integers(0, 200), max_size=8))
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_it_does_not_matter_how_the_text_is_cut(
+    dialect: Dialect, pieces: list[str], places: list[int]
+) -> None:
+    text = "".join(pieces)
+    whole = parsed(dialect, [text])
+    assert whole == parsed(dialect, cut(text, places)) == parsed(dialect, list(text))
+    if dialect.name != "harmony" and not any(isinstance(part, CallBegin) for part in whole):
+        assert text_of(whole) == text
+
+
+@settings(max_examples=40, deadline=None)
+@given(places=st.lists(st.integers(0, 400), max_size=12))
+@pytest.mark.parametrize(("name", "text"), [(n, t) for n, t, *_ in EXAMPLES])
+def test_nor_for_whole_calls(name: str, text: str, places: list[int]) -> None:
+    assert parsed(dialect_of(name), cut(text, places)) == parsed(dialect_of(name), [text])
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<|channel|>analysis<|message|>' }}", "harmony"),
+        ("<｜tool▁call▁begin｜>", "deepseek"),
+        ("<|tool_call_begin|>", "kimi"),
+        ("<minimax:tool_call>", "minimax"),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
+        ("<start_function_call>", "gemma"),
+        ("<tool_call>{name}<arg_key>", "glm"),
+        ("<tool_call>\n<function=a>\n<parameter=b>", "qwen_coder"),
+        ("<tool_call>", "hermes"),
+        ("[func_name1(params_name1=params_value1", "pythonic"),
+        ("<|python_tag|>", "llama_json"),
+    ],
+)
+def test_a_template_tells_its_dialect(template: str, name: str) -> None:
+    chosen = chosen_for(template)
+    assert chosen is not None
+    assert chosen.name == name
+
+
+def test_every_dialect_can_be_set() -> None:
+    assert tuple(dialect.name for dialect in DIALECTS) == TOOL_DIALECTS
+
+
+def test_a_template_without_marks_tells_none() -> None:
+    assert chosen_for("{{ messages }}") is None

@@ -1,0 +1,271 @@
+"""Profiles on a machine of which every byte is known: sizing, halving, shrinking, storing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.errors import ModelTooLarge
+from penstock.wire import LoadSpec
+from penstock.worker.engine.executor import StepResult
+from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
+from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.profile import (
+    HOST_BYTES,
+    HOST_BYTES_PER_TOKEN,
+    LEAST_STEP_TOKENS,
+    Bench,
+    profile,
+)
+from penstock.worker.scheduling.scheduler import StepLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.worker.scheduling.gate import StepShape
+    from penstock.worker.scheduling.scheduler import Plan
+
+MIB = 1 << 20
+BLOCK_TOKENS = 16
+LAYOUT = BlockLayout((LayerGeometry(4, 64, 64),) * 4, BLOCK_TOKENS, torch.float32)  # 8 KiB a token
+
+
+class Machine:
+    """Executor, meter and cap at once: a step costs what `cost` says and not a byte more fits."""
+
+    constrains = False
+
+    def __init__(self, token_bytes: int = 50_000) -> None:
+        self.token_bytes = token_bytes
+        self.arena = Arena(LAYOUT, 8 * 1024, torch.device("cpu"), extent_bytes=MIB)
+        self.limit: int | None = None
+        self.highest = 0
+        self.steps: list[StepShape] = []
+        self.failures_to_come = 0  # of steps beside a full arena
+        self.more_beside_kv = 0  # bytes that a step takes beside a full arena, and not before
+        self.bug = False
+
+    def cost(self, shape: StepShape) -> int:
+        return MIB + self.token_bytes * shape.tokens + 8 * shape.context + 9000 * shape.logit_rows
+
+    def compute(self, plan: Plan) -> StepResult:
+        if self.bug:
+            raise RuntimeError("shapes cannot be multiplied")
+        self.steps.append(plan.shape)
+        needed = self.arena.committed_bytes + self.cost(plan.shape)
+        if self.arena.committed_bytes > 16 * MIB:
+            needed += self.more_beside_kv
+        if self.limit is not None and needed > self.limit:
+            raise MemoryError
+        if self.failures_to_come and self.arena.committed_bytes > 16 * MIB:
+            self.failures_to_come -= 1
+            raise MemoryError
+        self.highest = max(self.highest, needed)
+        return StepResult()
+
+    def held(self) -> int:
+        return 1000 * MIB + self.arena.committed_bytes
+
+    def mark(self) -> None:
+        self.highest = 0
+
+    def peak(self) -> int:
+        return 1000 * MIB + self.highest
+
+    def drop_caches(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def move(self, kv_bytes: int, step_bytes: int) -> None:
+        self.limit = kv_bytes + step_bytes
+
+
+def make_bench(machine: Machine, memory_bytes: int, **more: object) -> Bench:
+    spec = LoadSpec("m", "/models/m", "cpu", "auto", memory_bytes, **more)  # type: ignore[arg-type]
+    return Bench(
+        spec=spec,
+        executor=machine,  # type: ignore[arg-type]
+        arena=machine.arena,
+        pool=BlockPool(machine.arena.blocks, machine.arena.extent_blocks, machine.arena),
+        meter=machine,
+        cap=machine,
+        limits=StepLimits(spec.step_tokens, spec.step_sequences, BLOCK_TOKENS, 128),
+        window=4096,
+        vocabulary=100,
+        routes=True,
+        fingerprint="f" * 64,
+    )
+
+
+def test_kv_gets_all_that_the_largest_step_leaves() -> None:
+    machine = Machine()
+    grant = 256 * MIB
+    found = profile(make_bench(machine, grant))
+    assert found.kv_bytes + found.step_bytes <= grant
+    largest = max(machine.cost(shape) for shape in machine.steps)
+    ideal = (grant - largest) // LAYOUT.token_bytes
+    assert (found.kv_blocks - 1) * BLOCK_TOKENS >= 0.95 * ideal - HOST_BYTES // LAYOUT.token_bytes
+    assert found.limits.tokens == 1024
+    assert found.held_bytes == 1000 * MIB
+    assert machine.arena.committed_bytes <= MIB, "what validation committed was not returned"
+    host = found.kv_blocks * BLOCK_TOKENS * HOST_BYTES_PER_TOKEN + HOST_BYTES
+    assert found.step_bytes >= largest and found.host_bytes <= host
+
+
+def test_the_envelope_covers_steps_that_were_not_tried() -> None:
+    machine = Machine()
+    found = profile(make_bench(machine, 128 * MIB))
+    for shape in machine.steps:
+        step = (shape.tokens, shape.sequences, shape.context, shape.logit_rows)
+        assert found.cost.step(*step) >= machine.cost(shape)
+    assert found.cost.step(300, 20, 3000, 40) >= MIB + 300 * machine.token_bytes
+
+
+def test_the_step_is_halved_before_the_model_is_refused() -> None:
+    machine = Machine(token_bytes=200_000)  # a step of 1024 tokens takes 196 MiB
+    found = profile(make_bench(machine, 48 * MIB))
+    assert LEAST_STEP_TOKENS <= found.limits.tokens <= 128
+    assert found.limits.sequences < found.limits.tokens
+    assert found.limits.logit_rows > found.limits.sequences
+    assert found.kv_blocks * BLOCK_TOKENS >= 1024
+
+
+def test_a_model_that_leaves_little_room_loads_all_the_same() -> None:
+    machine = Machine(token_bytes=200_000)
+    found = profile(make_bench(machine, 26 * MIB))
+    assert found.limits.tokens == LEAST_STEP_TOKENS
+    assert found.kv_blocks >= 2
+
+
+def test_what_cannot_fit_is_refused_with_every_knob_and_its_value() -> None:
+    machine = Machine(token_bytes=MIB)
+    with pytest.raises(ModelTooLarge) as refused:
+        profile(make_bench(machine, 32 * MIB, threads=3))
+    message = refused.value.message
+    for knob in (
+        f"memory.limit leaves this model = {32 * MIB} bytes",
+        "models.step_tokens = 1024 (tried down to 64)",
+        "models.step_sequences = 64 (tried down to 32)",
+        "models.max_context = none (window 4096)",
+        "models.kv_tokens = auto",
+        "models.dtype = auto (in force: torch.float32)",
+        "models.threads = 3",
+    ):
+        assert knob in message
+    assert refused.value.numbers is not None
+    assert refused.value.numbers["limit_bytes"] == 32 * MIB
+
+
+def test_a_validation_that_fails_once_is_tried_again_as_it_is() -> None:
+    whole = profile(make_bench(Machine(), 128 * MIB))
+    machine = Machine()
+    machine.failures_to_come = 1
+    assert profile(make_bench(machine, 128 * MIB)) == whole
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_failed_validation_shrinks_the_arena_by_a_twentieth(failures: int) -> None:
+    whole = profile(make_bench(Machine(), 128 * MIB))
+    machine = Machine()
+    machine.failures_to_come = 1 + failures
+    found = profile(make_bench(machine, 128 * MIB))
+    share = found.kv_bytes / whole.kv_bytes
+    assert 0.95**failures - 0.05 < share <= 0.95**failures
+    # What KV lost the step has: trying the same again would end the same.
+    assert found.step_bytes - found.host_bytes > whole.step_bytes - whole.host_bytes
+    assert found.kv_bytes + found.step_bytes <= 128 * MIB
+
+
+def test_a_step_that_needs_more_than_was_measured_finds_it_after_shrinking() -> None:
+    """A step beside a full arena takes 6 MiB more here than it did when it was measured."""
+    machine = Machine()
+    machine.more_beside_kv = 6 * MIB
+    found = profile(make_bench(machine, 128 * MIB))
+    assert found.step_bytes >= max(map(machine.cost, machine.steps)) + 6 * MIB
+
+
+def test_validation_that_keeps_failing_ends_in_the_diagnostic() -> None:
+    machine = Machine()
+    machine.failures_to_come = 5
+    with pytest.raises(ModelTooLarge, match="validation failed after 3 retries"):
+        profile(make_bench(machine, 128 * MIB))
+
+
+def test_a_size_of_the_users_own_is_taken_as_it_is_and_validated() -> None:
+    machine = Machine()
+    found = profile(make_bench(machine, 128 * MIB, kv_tokens=4000))
+    assert found.kv_blocks == 1 + 250
+    failing = Machine()
+    failing.failures_to_come = 2
+    with pytest.raises(ModelTooLarge, match=r"models\.kv_tokens = 4000"):
+        profile(make_bench(failing, 128 * MIB, kv_tokens=4000))
+
+
+def test_a_stored_profile_is_applied_and_only_validated(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    two = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
+    assert two == one
+    assert len(second.steps) < len(first.steps) / 2
+
+
+def test_a_stored_profile_that_does_not_hold_is_measured_anew(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    second.failures_to_come = 5
+    two = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
+    assert two == one
+    assert len(second.steps) > len(first.steps)
+
+
+def test_a_little_less_memory_is_no_reason_to_measure_again(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    two = profile(make_bench(second, 120 * MIB, profile_dir=str(tmp_path)))
+    assert two.cost == one.cost and two.kv_bytes < one.kv_bytes
+    assert len(second.steps) < len(first.steps) / 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["much less memory", "longer contexts", "another fingerprint", "a broken file"],
+)
+def test_a_stored_profile_that_does_not_apply_is_measured_anew(tmp_path: Path, spoil: str) -> None:
+    first, second = Machine(), Machine()
+    profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    bench = make_bench(second, 128 * MIB, profile_dir=str(tmp_path))
+    if spoil == "much less memory":  # the step must be halved
+        bench = make_bench(second, 60 * MIB, profile_dir=str(tmp_path))
+    elif spoil == "longer contexts":
+        bench = dataclasses.replace(bench, window=8192)
+    elif spoil == "another fingerprint":
+        bench = dataclasses.replace(bench, fingerprint="e" * 64)
+    else:
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(file.read_bytes()[:-20])
+    profile(bench)
+    assert len(second.steps) >= len(first.steps)
+
+
+def test_a_step_that_was_halved_is_tried_again_with_more_memory(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    halved = profile(make_bench(first, 60 * MIB, profile_dir=str(tmp_path)))
+    whole = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
+    assert halved.limits.tokens < whole.limits.tokens == 1024
+
+
+def test_no_directory_to_write_to_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profile(make_bench(Machine(), 128 * MIB, profile_dir=str(tmp_path / "file" / "below")))
+
+
+def test_an_error_that_is_not_about_memory_is_not_taken_for_one() -> None:
+    machine = Machine()
+    machine.bug = True
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        profile(make_bench(machine, 128 * MIB))
