@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
 # what came before, and pages are counted per processor and summed up now and then.
-_NOISE_BYTES = 4 << 20
+_NOISE_BYTES = 5 << 20
 _NOISE_SHARE = 0.05
 _LOGPROBS = 20
 
