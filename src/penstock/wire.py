@@ -178,8 +178,8 @@ class Status(msgspec.Struct):
     steps: int  # since start
     private_bytes: int = 0  # of this process, when last read
     kv_committed_bytes: int = 0  # memory behind the arena
-    predicted_bytes: int = 0  # what the cost model said of the latest step
-    measured_bytes: int = 0  # what it took
+    predicted_bytes: int = 0  # of the largest step since allocators' caches were last dropped
+    measured_bytes: int = 0  # the most that steps have held since then
     exhausted: int = 0  # steps that ran out of memory and were taken back, since start
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to

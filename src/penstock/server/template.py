@@ -31,16 +31,17 @@ STOP_TIMEOUT_S = 5.0
 
 # The environment that every worker is born with.
 WORKER_ENVIRONMENT = {
-    # Fixed thresholds switch off glibc's own growing ones: a block of 4 MiB or more is a mapping of
-    # its own and goes back when freed, so that a step takes what its tensors take. From a heap the
-    # same step took between 36 and 67 MB, depending on the holes that others had left. Lower than
-    # this, every layer of a prompt faults its pages in anew: at 1 MiB a sixth of its time.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
-    # Large blocks would be cut from a larger free top, and their pages stay.
-    "MALLOC_TRIM_THRESHOLD_": str(6 << 20),
+    # What a step has freed stays in the heap for the next one: it is booked for steps all the same,
+    # and pages that go back to the system are faulted in anew by every layer, a quarter to a third
+    # of a prompt's time. It goes back when somebody asks for it. Fixed thresholds also switch off
+    # glibc's own growing ones, so that a step takes today what it took when it was measured.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "2",
-    # Fresh mappings in huge pages where the kernel has them: fewer faults.
+    # Huge pages where the kernel has them: fewer faults, and a heap's holes count as they are used.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # MKL would keep buffers of its own, of the sizes that it happened to see.
+    "MKL_DISABLE_FAST_MM": "1",
     # A thread at the end of its share waits for the others: spinning for some ten microseconds, as
     # long as the usual wait, then asleep. The default spins for long, and when anything else wants
     # a core, what it waits for cannot run: steps took ten times as long beside one busy process.

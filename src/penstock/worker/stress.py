@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
 # what came before, and pages are counted per processor and summed up now and then.
-_NOISE_BYTES = 5 << 20
-_NOISE_SHARE = 0.05
+_NOISE_BYTES = 3 << 20
+_NOISE_SHARE = 0.03
 _LOGPROBS = 20
 
 _GREEDY = Sampling(temperature=0)
@@ -131,9 +131,16 @@ class Reach:
             yield Trial(chunk=whole, context=whole)
         yield Trial(chunk=least, context=longest)
         yield Trial(scored=self.scored, scored_context=self.scored)
+        yield Trial(scored=self.scored, scored_context=longest)
         yield Trial(limits.sequences)
         if whole // 4 > least:
             yield Trial(chunk=whole // 4, context=whole // 4)
+        # Matrix products need more beside them for some numbers of rows than for twice as many.
+        decodes = max(1, min(limits.sequences, whole) - 1)
+        yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)
+        # A heap finds room for logits where a long chunk has been, and beside a shorter one not.
+        middle = max(0, whole // 4 - decodes)
+        yield Trial(decodes - 1, self.each, middle, whole, self.scored, longest, demanding=True)
         yield self.everything()
 
 

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_STEPS_BETWEEN_READINGS = 256
+
 
 class StepMemory:
-    """Keeps the gate's room true to the meter, and the cap true to the grant."""
+    """Keeps the gate's room true to the meter, and the cap true to the grant.
+
+    Allocators keep what a step has freed for the next one. So what is held tells what steps take
+    only after that has been dropped: then it is read, and then a step is learned from.
+    """
 
     def __init__(self, profile: Profile, arena: Arena, meter: Meter, cap: Cap) -> None:
         self._arena = arena
@@ -29,8 +35,11 @@ class StepMemory:
         self._host_bytes = profile.host_bytes
         self._private = PrivateBytes()
         self.gate = StepGate(profile.cost, profile.step_bytes)
-        self.predicted_bytes = 0
-        self.measured_bytes = 0
+        self._taken = 0  # beyond the base, when caches were last dropped
+        self._fresh = True  # no step has run since then
+        self._steps = 0  # since then
+        self.predicted_bytes = 0  # the largest step since then
+        self.measured_bytes = 0  # the most that was held since then, host and base aside
 
     def grant(self, kv_bytes: int, step_bytes: int) -> None:
         """Move the cap with what may be held."""
@@ -39,26 +48,36 @@ class StepMemory:
 
     def read_room(self) -> None:
         """Tell the gate what is left for a step now."""
-        taken = max(self._beyond_base(self._meter.held()), self._host_bytes)
-        self.gate.room_bytes = self.gate.granted_bytes - taken
+        if self._steps >= _STEPS_BETWEEN_READINGS:
+            self.relieve()
+        self.gate.room_bytes = self.gate.granted_bytes - max(self._taken, self._host_bytes)
         self.gate.pinched = False
 
     def relieve(self) -> int:
         """Give back what allocators keep; how many bytes that was."""
         before = self._meter.held()
         self._meter.drop_caches()
-        return max(0, before - self._meter.held())
+        held = self._meter.held()
+        self._taken = self._beyond_base(held)
+        self._fresh, self._steps = True, 0
+        self.predicted_bytes = self.measured_bytes = 0
+        return max(0, before - held)
 
     def begin(self, plan: Plan) -> None:
         """A step is about to run."""
-        self.predicted_bytes = self.gate.predicted(plan.shape)
+        self.predicted_bytes = max(self.predicted_bytes, self.gate.predicted(plan.shape))
         self._meter.mark()
 
     def end(self, plan: Plan) -> None:
         """It has run: learn from what it took."""
-        self.measured_bytes = self._beyond_base(self._meter.peak())
-        shape = plan.shape
-        self.gate.observe(shape, self.measured_bytes - self._host_bytes)
+        beyond = self._beyond_base(self._meter.peak())
+        self.measured_bytes = max(self.measured_bytes, beyond - self._host_bytes)
+        shape, fresh = plan.shape, self._fresh
+        self._fresh = False
+        self._steps += 1
+        self.gate.observe(shape, beyond - self._host_bytes if fresh else None)
+        if beyond > self.gate.granted_bytes:
+            self.relieve()  # holes that steps of many shapes have left
         log.debug(
             "step of %s: %d bytes predicted, %d measured",
             shape,

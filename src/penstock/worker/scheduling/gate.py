@@ -66,11 +66,11 @@ class StepGate:
         """Whether it may be tried when nothing smaller is left to try."""
         return self.expected(shape) <= self.granted_bytes
 
-    def observe(self, shape: StepShape, measured_bytes: int) -> None:
-        """Learn from a step that has run."""
+    def observe(self, shape: StepShape, measured_bytes: int | None) -> None:
+        """Learn from a step that has run, if it is known what it took."""
         self.widening = 1.0 + (self.widening - 1.0) * _KEPT
         expected = self.expected(shape)
-        if expected and measured_bytes > expected * self.widening:
+        if measured_bytes is not None and expected and measured_bytes > expected * self.widening:
             self._widen(_ABOVE_SURPRISE * measured_bytes / expected)
 
     def observe_exhaustion(self) -> None:

@@ -189,12 +189,22 @@ class FewRowsLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., in] times the weight."""
         count = rows.numel() // self.in_features
+        if count > _FEW[-1] and self.out_features > _WIDE:
+            return self._in_slices(rows.reshape(count, -1)).view(*rows.shape[:-1], -1)
         if count not in _FEW:
             return nn.functional.linear(rows, self.weight, self.bias)
         answer = few_rows(rows.reshape(count, self.in_features), self.weight)
         if self.bias is not None:
             answer = answer + self.bias
         return answer.view(*rows.shape[:-1], self.out_features)
+
+    def _in_slices(self, rows: Tensor) -> Tensor:
+        """A vocabulary's logits: for some numbers of rows the whole product takes them twice."""
+        answer = rows.new_empty(len(rows), self.out_features)
+        for start in range(0, self.out_features, _WIDE):
+            some = slice(start, start + _WIDE)
+            torch.mm(rows, self.weight[some].t(), out=answer[:, some])
+        return answer if self.bias is None else answer.add_(self.bias)
 
 
 def few_rows(rows: Tensor, weight: Tensor) -> Tensor:
@@ -226,6 +236,7 @@ _NO_SINKS = np.zeros(0, np.float32)
 _PAST_TOKENS = 1024  # of a chunk's past, gathered at once
 
 _FEW = range(3, 49)  # rows; measured: below and above torch is as good
+_WIDE = 8192  # weights
 _TILE = 4  # rows and weights of one tile: 16 sums stay in registers
 
 
