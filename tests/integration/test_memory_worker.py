@@ -258,10 +258,10 @@ PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((90, 17, 140,
 def test_grants_that_move_under_running_requests_change_no_token(tmp_path: Path) -> None:
     folder = tiny.save("llama", tmp_path / "llama")
     mode = Mode("moving", step_tokens=64, step_sequences=4)
-    expected = run(start_engine(folder, mode, 16 * MIB), PROMPTS, 40)
+    expected = run(start_engine(folder, mode, 24 * MIB), PROMPTS, 40)
     moved = random.Random(1)
     with poisoned_blocks():
-        engine = start_engine(folder, mode, 16 * MIB)
+        engine = start_engine(folder, mode, 24 * MIB)
         most, step_bytes = engine.kv_limit_bytes(), engine.ready().step_bytes
         answers: list[list[int]] = [[] for _ in PROMPTS]
         for number, prompt in enumerate(PROMPTS):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # what came before, and pages are counted per processor and summed up now and then.
 _NOISE_BYTES = 3 << 20
 _NOISE_SHARE = 0.03
+# The smallest of steps may be the one that touches the heap's next huge pages.
+_LEAST_BYTES = 12 << 20
 _LOGPROBS = 20
 
 _GREEDY = Sampling(temperature=0)
@@ -172,7 +174,7 @@ class Stress:
     def run(self, trial: Trial, vocabulary: int) -> Measured:
         """One step; its shape and what it may take, by one measurement."""
         shape, took = self.measure(trial, vocabulary)
-        size = int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES
+        size = max(_LEAST_BYTES, int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES)
         return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
 
     def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:

@@ -118,8 +118,10 @@ def _past_and_own(rows: Tensor, keys: Tensor, values: Tensor, span: Span, scale:
     )
     answer, sums = attend(queries, own_keys, own_values, is_causal=True, scale=scale)
     stacked = queries.reshape(1, kv_heads, groups * count, width)
-    for first in range(0, past, _PAST_TOKENS):
-        end = min(first + _PAST_TOKENS, past)
+    piece = _PAST_BYTES // (kv_heads * width * rows.itemsize)
+    piece = min(max(piece, _PAST_TOKENS[0]), _PAST_TOKENS[1])
+    for first in range(0, past, piece):
+        end = min(first + piece, past)
         seen_keys, seen_values = (
             gather(blocks, span.table, first, end).transpose(0, 1)[None]
             for blocks in (keys, values)
@@ -233,7 +235,9 @@ def _warm_up(threads: int) -> None:
 
 
 _NO_SINKS = np.zeros(0, np.float32)
-_PAST_TOKENS = 1024  # of a chunk's past, gathered at once
+# Of a chunk's past, gathered at once: keys, and as many values.
+_PAST_BYTES = 8 << 20
+_PAST_TOKENS = (64, 1024)
 
 _FEW = range(3, 49)  # rows; measured: below and above torch is as good
 _WIDE = 8192  # weights
