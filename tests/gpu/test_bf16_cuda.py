@@ -11,6 +11,7 @@ from penstock.testing import tiny
 from penstock.testing.rounding import rounding_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -21,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("architecture", tiny.SERVED)
 def test_the_error_is_at_most_one_and_a_half_times_that_of_eager(
-    tmp_path: Path, architecture: str, record_property: pytest.RecordProperty
+    tmp_path: Path, architecture: str, record_property: Callable[[str, object], None]
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = tiny.save(architecture, tmp_path)

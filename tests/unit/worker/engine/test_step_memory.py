@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -11,10 +11,12 @@ from penstock.memory.cost import Measured, fit
 from penstock.wire import Sampling, Submit
 from penstock.worker.caps import NoCap
 from penstock.worker.engine.memory import StepMemory
-from penstock.worker.kv.arena import Arena
 from penstock.worker.profile import Profile
 from penstock.worker.scheduling.scheduler import Plan, Slice, StepLimits
 from penstock.worker.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from penstock.worker.kv.arena import Arena
 
 MIB = 1 << 20
 BASE, KV, HOST = 100 * MIB, 50 * MIB, 7 * MIB
@@ -52,7 +54,7 @@ def memory(*, in_ram: bool) -> tuple[StepMemory, Readings]:
     limits = StepLimits(64, 4, 16, 8)
     profile = Profile(cost, limits, STEP + HOST, HOST, 100, KV, BASE)
     readings = Readings(BASE + KV if in_ram else BASE)
-    arena = cast(Arena, Placed(in_ram))
+    arena = cast("Arena", Placed(in_ram))
     return StepMemory(profile, arena, readings, NoCap()), readings
 
 
