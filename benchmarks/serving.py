@@ -56,14 +56,14 @@ def server(**settings: Any) -> Iterator[str]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(url, process)
+            wait_until_ready(url, process)
             yield url
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):

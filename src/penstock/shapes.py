@@ -122,6 +122,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    # The same with a window for long contexts.
+    "qwen3-8b-128k": _qwen3(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    ),
     # 128 experts of which 8 see a token: 30 billion weights, 3 billion of them for each.
     "qwen3-30b-a3b": _qwen3(
         architectures=["Qwen3MoeForCausalLM"],

@@ -95,6 +95,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--context", metavar="N", type=_positive, help="tokens before that (512)")
     engine.add_argument("--new", metavar="N", type=_positive, help="tokens of each stream (128)")
     engine.add_argument("--prefill", metavar="N,N", help="prompts of so many tokens")
+    engine.add_argument("--memory", metavar="SIZE", type=_size, help="for KV and steps (32GiB)")
     serve = _command(kinds, "serve", "bench:serve", "many clients of a running server")
     _add_client(serve)
     serve.add_argument("--model", metavar="NAME", help="which; may be left out if it is the only")
@@ -103,6 +104,12 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--input", metavar="N", type=_positive, default=512, help="tokens in (512)")
     serve.add_argument("--output", metavar="N", type=_positive, default=128, help="out (128)")
     serve.add_argument("--temperature", metavar="T", type=float, default=0.0, help="greedy if 0")
+
+
+def _size(text: str) -> int:
+    from penstock.config.parsers import parse_size
+
+    return parse_size(text)
 
 
 def _positive(text: str) -> int:

@@ -39,7 +39,7 @@ def engine(options: argparse.Namespace) -> int:
     catalog = Catalog(settings.model_dirs, settings.models.hf_cache or huggingface_cache())
     card = catalog.find(options.model)
     command = [sys.executable, "-m", "penstock.worker.bench", str(card.path)]
-    for flag in ("device", "dtype", "streams", "context", "new", "prefill"):
+    for flag in ("device", "dtype", "streams", "context", "new", "prefill", "memory"):
         value = getattr(options, flag)
         if value is not None:
             command += [f"--{flag}", str(value)]

@@ -20,7 +20,6 @@ import torch
 from penstock.server.template import WORKER_ENVIRONMENT
 from penstock.wire import LoadSpec
 from penstock.worker.loading import load_engine
-from penstock.worker.meter import RamMeter
 from penstock.worker.stress import Stress, Trial
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def _main(spec: LoadSpec, count: int) -> None:
     engine = load_engine(spec, lambda *_: None)
     cost, bench = engine.ready().cost, engine.bench
     chance = random.Random(2)
-    stress = Stress(bench.executor, bench.arena, bench.pool, RamMeter(), bench.limits.tokens)
+    stress = Stress(bench.executor, bench.arena, bench.pool, bench.meter, bench.limits.tokens)
     for _ in range(count):
         shape, took = stress.measure(_trial(chance, engine), bench.vocabulary)
         predicted = cost.step(shape.tokens, shape.sequences, shape.context, shape.logit_rows)

@@ -32,7 +32,8 @@ class StepMemory:
         self._meter = meter
         self._cap = cap
         self._base = profile.held_bytes
-        self._host_bytes = profile.host_bytes
+        # What requests take on the host is on the meter only where that reads RAM.
+        self._host_bytes = profile.host_bytes if arena.in_ram else 0
         self._private = PrivateBytes()
         self.gate = StepGate(profile.cost, profile.step_bytes)
         self._taken = 0  # beyond the base, when caches were last dropped

@@ -1,0 +1,31 @@
+"""bfloat16 on a GPU is as near to float32 as transformers' own eager bfloat16 is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.testing import tiny
+from penstock.testing.rounding import rounding_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("architecture", tiny.SERVED)
+def test_the_error_is_at_most_one_and_a_half_times_that_of_eager(
+    tmp_path: Path, architecture: str, record_property: Callable[[str, object], None]
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = tiny.save(architecture, tmp_path)
+    ours, eager = rounding_errors(folder, "cuda:0", seed=len(architecture))
+    record_property("errors", f"{ours:.2e} {eager:.2e}")
+    assert ours <= 1.5 * eager
