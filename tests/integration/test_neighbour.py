@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CAGE = 3072 * MIB  # of which `auto` leaves a third to others
-STEP = 96 * MIB
-MOST = 2240 * MIB
+STEP = 64 * MIB
+MOST = 2240 * MIB  # or until only the busy model is left
 BUSY, IDLE = "busy", "tiny-llama"
 # A MiB of KV a token: much memory for little computing.
 MODEL = {
@@ -76,11 +76,12 @@ def sheds(server: Served) -> list[dict[str, Any]]:
 def squeeze(server: Served, cage: Cage, traffic: Traffic) -> tuple[float, float]:
     """Returns when little was left, and when the neighbour let go."""
     with neighbour(cage) as other:
-        while other.held_bytes < MOST:
+        while other.held_bytes < MOST and not any(e["act"] == "idle models" for e in sheds(server)):
             other.take(STEP)
             time.sleep(0.25)
         tight = time.monotonic()
-        assert server.get("/admin/api/memory")["domains"]["ram"]["external_bytes"] > MOST * 0.9
+        external = server.get("/admin/api/memory")["domains"]["ram"]["external_bytes"]
+        assert external > other.held_bytes * 0.9
         with httpx.Client(base_url=server.url, timeout=120) as client:
             refused = complete(client, BUSY, LARGE)
             assert refused.status_code == 503, refused.text
@@ -135,8 +136,9 @@ def test_a_neighbour_that_eats_memory_and_lets_go(tmp_path: Path) -> None:
         print(f"back after {back_s:.1f} s; {acts}")  # noqa: T201 - for docs/proof.md
         assert not traffic.faults
         assert traffic.served(tight, freed), "nothing was served while memory was short"
-        first = list(dict.fromkeys(acts))
-        assert first == [act for act in ACTS if act in acts], acts
+        # Caches come first in every turn, but only those that have grown again since the last.
+        first = list(dict.fromkeys(act for act in acts if act != "caches"))
+        assert first == [act for act in ACTS[1:] if act in acts], acts
         assert {"unused kv", "idle models"} <= set(acts)
         assert server.row(BUSY)["pid"] == worker
         assert cage.kills() == 0

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
 # what came before, and pages are counted per processor and summed up now and then.
-_NOISE_BYTES = 3 << 20
-_NOISE_SHARE = 0.03
+_NOISE_BYTES = 4 << 20
+_NOISE_SHARE = 0.05
 # The smallest of steps may be the one that touches the heap's next huge pages.
-_LEAST_BYTES = 12 << 20
+_LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
 
 _GREEDY = Sampling(temperature=0)
