@@ -85,7 +85,7 @@ _BOTH: list[tuple[str, list[Any]]] = [
             {"": 1},
         ],
     ),
-    ("response_format", ["json", {"type": "json_object"}, {"type": "json_schema"}, {"type": "x"}]),
+    ("response_format", ["json", {"type": "json_schema"}, {"type": "x"}]),
 ]
 _CHAT_ONLY: list[tuple[str, list[Any]]] = [
     ("messages", [None, [], "hi", 1, {}, True]),
