@@ -30,7 +30,7 @@ def fake_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def real_url() -> Iterator[str]:
     """`penstock serve` as a user starts it, with the starter model loaded."""
     home = Path(os.environ.get("PENSTOCK_HOME", "~/.penstock")).expanduser()

@@ -108,7 +108,8 @@ def test_a_model_that_leaves_little_room_loads_and_a_smaller_prompt_runs(server:
     assert server.row("first")["kv_tokens"] < WINDOW // 16
     limit = refused(server, "first", 20_000)["limit_tokens"]
     before = forwards(server)
-    assert complete(server, "first", limit - 2).status_code == 200  # two tokens of answer
+    # A little less than the limit: the server's own size is in it, and moves.
+    assert complete(server, "first", limit * 9 // 10).status_code == 200
     assert forwards(server) > before
 
 

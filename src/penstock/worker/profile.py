@@ -216,7 +216,8 @@ def _survives(bench: Bench, found: Profile) -> bool:
     stress = _open(bench, found.limits)
     rest: list[int] = []
     try:
-        rest = pool.take(pool.free)
+        with bench.arena.untouched():  # to fetch tens of GiB takes as long as all the rest
+            rest = pool.take(pool.free)
         stress.run(_reach(bench, found.limits).everything(), bench.vocabulary)
     except (MemoryError, RuntimeError) as error:
         if not exhausted(error):
@@ -277,7 +278,9 @@ def _limits(asked: StepLimits, tokens: int) -> StepLimits:
 
 
 def _open(bench: Bench, limits: StepLimits) -> Stress:
-    return Stress(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens)
+    return Stress(
+        *(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens), routes=bench.routes
+    )
 
 
 def _too_large(bench: Bench, limits: StepLimits, cost: CostModel | None, why: str) -> ModelTooLarge:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # what came before, and pages are counted per processor and summed up now and then.
 _NOISE_BYTES = 4 << 20
 _NOISE_SHARE = 0.05
+# How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
+_ROUTED_SHARE = 0.25
 # The smallest of steps may be the one that touches the heap's next huge pages.
 _LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
@@ -156,8 +158,11 @@ class Stress:
         pool: BlockPool,
         meter: Meter,
         tokens: int,
+        *,
+        routes: bool = False,
     ) -> None:
         self._executor = executor
+        self._noise_share = _ROUTED_SHARE if routes else _NOISE_SHARE
         self._pool = pool
         self._meter = meter
         self._block_tokens = arena.layout.block_tokens
@@ -174,7 +179,7 @@ class Stress:
     def run(self, trial: Trial, vocabulary: int) -> Measured:
         """One step; its shape and what it may take, by one measurement."""
         shape, took = self.measure(trial, vocabulary)
-        size = max(_LEAST_BYTES, int(took * (1 + _NOISE_SHARE)) + _NOISE_BYTES)
+        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + _NOISE_BYTES)
         return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
 
     def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:

@@ -13,12 +13,15 @@ memory is committed under it and taken away again.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.worker.kv.ranges import Range, open_range, page_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from torch import Tensor
 
@@ -85,6 +88,7 @@ class Arena:
         self._extent_bytes = self.extent_blocks * layout.block_bytes
         self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
         self._committed: set[int] = set()
+        self._touch = True
         self.range: Range = open_range(self._total_bytes, device)
         flat = self.range.tensor()[: blocks * layout.block_bytes].view(layout.dtype)
         self.keys: list[Tensor] = []  # per layer: [blocks, block_tokens, kv_heads, key_dim]
@@ -109,8 +113,18 @@ class Arena:
 
     def commit(self, extent: int) -> None:
         """Back an extent with memory (zeros)."""
-        self.range.commit(*self._bytes(extent))
+        self.range.commit(*self._bytes(extent), touch=self._touch)
         self._committed.add(extent)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What is committed meanwhile counts against every limit, but its pages are not fetched:
+        for those who take much of it and give it back without a look."""
+        self._touch = False
+        try:
+            yield
+        finally:
+            self._touch = True
 
     def decommit(self, extent: int) -> None:
         """Give an extent's memory back to the system."""

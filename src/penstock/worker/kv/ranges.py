@@ -34,7 +34,8 @@ class Range(Protocol):
     def tensor(self) -> Tensor:
         """The whole range as bytes."""
 
-    def commit(self, start: int, size: int) -> None: ...
+    def commit(self, start: int, size: int, *, touch: bool = True) -> None:
+        """Back a part with memory; untouched, it may come only when it is written to."""
 
     def decommit(self, start: int, size: int) -> None: ...
 
@@ -56,8 +57,10 @@ class RamRange:
         buffer = (ctypes.c_char * self._size).from_address(self._address)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
-    def commit(self, start: int, size: int) -> None:
+    def commit(self, start: int, size: int, *, touch: bool = True) -> None:
         self._call("mprotect", start, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        if not touch:
+            return
         if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch is five times quicker; may be refused
             _libc.madvise(self._address + start, size, mmap.MADV_HUGEPAGE)
         if _libc.madvise(self._address + start, size, _MADV_POPULATE_WRITE):
@@ -102,7 +105,7 @@ class CudaRange:
     def tensor(self) -> Tensor:
         return torch.as_tensor(_CudaBytes(self._address, self._size), device=self._device)
 
-    def commit(self, start: int, size: int) -> None:
+    def commit(self, start: int, size: int, *, touch: bool = True) -> None:
         driver = self._driver
         result, handle = driver.cuMemCreate(size, self._properties, 0)
         if result == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
