@@ -268,7 +268,7 @@ def _reach(bench: Bench, limits: StepLimits) -> Reach:
     spec = bench.spec
     tokens = spec.kv_tokens or spec.memory_bytes // bench.arena.layout.token_bytes
     total = max(2, min(tokens, (bench.arena.blocks - 1) * limits.block_tokens))
-    return Reach(limits, min(bench.window, total), total, bench.routes)
+    return Reach(limits, min(bench.window, total), total, bench.routes, bench.arena.in_ram)
 
 
 def _limits(asked: StepLimits, tokens: int) -> StepLimits:

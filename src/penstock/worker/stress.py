@@ -35,6 +35,7 @@ _ROUTED_SHARE = 0.25
 # The smallest of steps may be the one that touches the heap's next huge pages.
 _LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
+_LONG_DECODE = 1024
 
 _GREEDY = Sampling(temperature=0)
 # Everything at once that makes the sampler copy its rows.
@@ -72,6 +73,7 @@ class Reach:
     longest: int  # the longest sequence that can be held
     total: int  # the tokens that can be held
     routes: bool  # tokens go to experts, so that it matters which tokens they are
+    in_ram: bool  # where decodes read KV in place, and a full batch of long ones takes seconds
 
     @property
     def far(self) -> int:
@@ -87,7 +89,8 @@ class Reach:
     @property
     def each(self) -> int:
         """The context of each of a full batch of decodes."""
-        return max(1, min(self.longest, self.total // self.limits.sequences))
+        most = min(self.longest, _LONG_DECODE) if self.in_ram else self.longest
+        return max(1, min(most, self.total // self.limits.sequences))
 
     def everything(self) -> Trial:
         """The largest step: decodes, a chunk and a scored prompt that sees the longest context.
