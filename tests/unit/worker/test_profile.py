@@ -182,11 +182,11 @@ def test_a_failed_validation_shrinks_the_arena_by_a_twentieth(failures: int) -> 
 
 
 def test_a_step_that_needs_more_than_was_measured_finds_it_after_shrinking() -> None:
-    """A step beside a full arena takes 6 MiB more here than it did when it was measured."""
+    """A step beside a full arena takes 14 MiB more here than it did when it was measured."""
     machine = Machine()
-    machine.more_beside_kv = 6 * MIB
+    machine.more_beside_kv = 14 * MIB
     found = profile(make_bench(machine, 128 * MIB))
-    assert found.step_bytes >= max(map(machine.cost, machine.steps)) + 6 * MIB
+    assert found.step_bytes >= max(map(machine.cost, machine.steps)) + 14 * MIB
 
 
 def test_validation_that_keeps_failing_ends_in_the_diagnostic() -> None:
