@@ -2,7 +2,8 @@
 
     PenstockError
     ├── BadRequest            400  a field, an image, a model of the wrong kind
-    │   └── ContextTooLong    400  the prompt can never fit (window or memory)
+    │   ├── ContextTooLong    400  the prompt can never fit (window or memory)
+    │   └── NoThreads         400  a conversation that the server is to keep
     ├── Unauthorized          401
     ├── Forbidden             403  a Host or Origin that this server does not answer to
     ├── UnknownModel          404
@@ -61,6 +62,10 @@ class ContextTooLong(BadRequest):
     """The prompt can never fit, by window or by memory."""
 
     code = "context_length_exceeded"
+
+
+class NoThreads(BadRequest):
+    """The client wants the server to keep the conversation between turns."""
 
 
 class ModelUnusable(BadRequest):

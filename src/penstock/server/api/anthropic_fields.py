@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, NoThreads
 from penstock.server.api.conversation import Conversation
 from penstock.server.api.exchange import field_error
 from penstock.server.api.fields import Count, GenerationFields, Share
@@ -135,9 +135,15 @@ class CountFields(msgspec.Struct, kw_only=True):
     thinking: ThinkingFields | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
         """The same in the words of every protocol."""
+        if self.thread is not None:
+            raise NoThreads(
+                "`thread` is not supported; send the whole conversation every time.",
+                param="thread",
+            )
         fields = self.settings()
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         return Conversation(

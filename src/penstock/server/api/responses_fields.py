@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,8 @@ from penstock.server.api.messages import (
 from penstock.text.grammar import Format
 from penstock.text.manner import Thinking, ToolUse
 from penstock.text.tools.dialect import Tool
+
+Result = TypeVar("Result")
 
 MAX_METADATA = 16
 # Run by OpenAI's own servers. The model is not shown what nobody here could run.
@@ -247,7 +249,7 @@ class _Turns:
                 self._message(item, where)
             case "reasoning":
                 message = self._assistant()
-                thought = "\n".join(part.text for part in _thoughts(item))
+                thought = "\n".join(part.text for part in _thoughts(item, where))
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case "function_call":
                 if item.name is None or item.call_id is None:
@@ -268,10 +270,7 @@ class _Turns:
             raise BadRequest(f"`{where}` needs `role` and `content`.", param=where)
         content = item.content
         if isinstance(content, list):
-            try:
-                content = _text(msgspec.convert(content, list[Content]), where)
-            except msgspec.ValidationError as error:
-                raise BadRequest(f"`{where}`: {error}.", param=where) from None
+            content = _text(_converted(content, list[Content], where), where)
         if item.role == "assistant":
             message = self._assistant()
             message["content"] += content
@@ -286,10 +285,17 @@ class _Turns:
         return self.messages[-1]
 
 
-def _thoughts(item: Item) -> list[ReasoningText]:
+def _thoughts(item: Item, where: str) -> list[ReasoningText]:
     if isinstance(item.content, list):
-        return msgspec.convert(item.content, list[ReasoningText])
+        return _converted(item.content, list[ReasoningText], where)
     return item.summary or []
+
+
+def _converted(content: list[dict[str, Any]], kind: type[Result], where: str) -> Result:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"`{where}`: {error}.", param=where) from None
 
 
 def _text(content: str | list[Content], where: str) -> str:
