@@ -113,11 +113,15 @@ class UnknownRoute(PenstockError):  # noqa: N818
 
 
 class MethodNotAllowed(PenstockError):  # noqa: N818
-    """The address exists, but not for that method."""
+    """The address exists, but not for that method; `allowed` are those it is for."""
 
     status = 405
     code = "method_not_allowed"
     anthropic = (405, "invalid_request_error")
+
+    def __init__(self, message: str, allowed: list[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class BodyTooLarge(PenstockError):  # noqa: N818

@@ -14,7 +14,13 @@ from penstock.server.api.exchange import field_error
 from penstock.server.api.fields import Count, GenerationFields, Share
 from penstock.server.api.formats import schema_format
 from penstock.server.api.limits import check_nesting, decode_free_form
-from penstock.server.api.messages import MAX_TOOLS_BYTES, check_tools, tool_use
+from penstock.server.api.messages import (
+    MAX_TOOLS_BYTES,
+    NAME_SCHEMA,
+    check_tools,
+    tool_use,
+    tools_schema,
+)
 from penstock.text.manner import Thinking, ToolUse
 from penstock.text.tools.dialect import Tool
 
@@ -130,7 +136,9 @@ class CountFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: Annotated[msgspec.Raw, Meta(extra_json_schema=tools_schema(name=NAME_SCHEMA))] = (
+        msgspec.field(default_factory=msgspec.Raw)
+    )
     tool_choice: ToolChoice | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputConfig | None = None

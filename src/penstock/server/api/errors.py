@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from penstock.errors import ContextTooLong, NoThreads
+from penstock.errors import ContextTooLong, MethodNotAllowed, NoThreads
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError
@@ -137,6 +137,8 @@ def error_headers(error: PenstockError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 507:
         headers["x-should-retry"] = "false"
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = ", ".join(error.allowed)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -21,6 +21,7 @@ from penstock.server.api.messages import (
     check_tools,
     template_call,
     tool_use,
+    tools_schema,
 )
 from penstock.text.grammar import Format
 from penstock.text.manner import Thinking, ToolUse
@@ -120,7 +121,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: Annotated[msgspec.Raw, Meta(extra_json_schema=tools_schema(type={"type": "string"}))] = (
+        msgspec.field(default_factory=msgspec.Raw)
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
