@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 MAX_METADATA = 16
 # Run by OpenAI's own servers. The model is not shown what nobody here could run.
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+_JOINT = "__"  # between a namespace and the name of a tool in it, in the name the model knows
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -77,6 +78,7 @@ class Item(msgspec.Struct, omit_defaults=True):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     call_id: str | None = None
     output: str | list[Content] | None = None
@@ -212,22 +214,42 @@ class _FunctionTool(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[_FunctionTool] = []  # of a namespace
+
+
+def _decoded_tools(raw: msgspec.Raw) -> list[_FunctionTool]:
+    definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
+    try:
+        return msgspec.convert(definitions or [], list[_FunctionTool])
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
+
+
+def namespaces(raw: msgspec.Raw) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the tools that have one, by the name that the model knows."""
+    return {
+        f"{space.name}{_JOINT}{tool.name}": (space.name, tool.name)
+        for space in _decoded_tools(raw)
+        if space.type == "namespace"
+        for tool in space.tools
+    }
 
 
 def function_tools(raw: msgspec.Raw) -> list[Tool]:
     """The functions among the tools; those that only OpenAI's servers can run are left out."""
-    definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
-    try:
-        checked = msgspec.convert(definitions or [], list[_FunctionTool])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
+    checked: list[_FunctionTool] = []
+    for tool in _decoded_tools(raw):
+        if tool.type == "namespace":
+            for inner in tool.tools:
+                inner.name = f"{tool.name}{_JOINT}{inner.name}"
+            checked += tool.tools
+        elif not tool.type.startswith(_HOSTED):
+            checked.append(tool)
     tools = []
-    for index, tool in enumerate(checked):
-        if tool.type.startswith(_HOSTED):
-            continue
+    for tool in checked:
         if tool.type != "function":
             raise BadRequest(
-                f"`tools[{index}]` is of the type {tool.type[:40]!r}; this server takes functions.",
+                f"`tools` has one of the type {tool.type[:40]!r}; this server takes functions.",
                 param="tools",
             )
         function: dict[str, Any] = {"name": tool.name}
@@ -257,7 +279,10 @@ class _Turns:
             case "function_call":
                 if item.name is None or item.call_id is None:
                     raise BadRequest(f"`{where}` needs `name` and `call_id`.", param=where)
-                function = FunctionCall(item.name, item.arguments or "{}")
+                name = item.name
+                if item.namespace is not None and item.namespace != name:
+                    name = f"{item.namespace}{_JOINT}{name}"
+                function = FunctionCall(name, item.arguments or "{}")
                 call = template_call(ToolCall(function, item.call_id), where)
                 self._assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
