@@ -2,7 +2,8 @@
 
     PenstockError
     ├── BadRequest            400  a field, an image, a model of the wrong kind
-    │   └── ContextTooLong    400  the prompt can never fit (window or memory)
+    │   ├── ContextTooLong    400  the prompt can never fit (window or memory)
+    │   └── NoThreads         400  a conversation that the server is to keep
     ├── Unauthorized          401
     ├── Forbidden             403  a Host or Origin that this server does not answer to
     ├── UnknownModel          404
@@ -63,6 +64,10 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
 
+class NoThreads(BadRequest):
+    """The client wants the server to keep the conversation between turns."""
+
+
 class ModelUnusable(BadRequest):
     """The model's files cannot be served: unreadable, incomplete or of an unknown architecture."""
 
@@ -108,11 +113,15 @@ class UnknownRoute(PenstockError):  # noqa: N818
 
 
 class MethodNotAllowed(PenstockError):  # noqa: N818
-    """The address exists, but not for that method."""
+    """The address exists, but not for that method; `allowed` are those it is for."""
 
     status = 405
     code = "method_not_allowed"
     anthropic = (405, "invalid_request_error")
+
+    def __init__(self, message: str, allowed: list[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class BodyTooLarge(PenstockError):  # noqa: N818

@@ -174,7 +174,8 @@ class App:
                 allowed += sorted((route.methods or set()) - {"HEAD"})
         self._door.check_key(exchange)
         if allowed:
-            raise MethodNotAllowed(f"{path} takes {' and '.join(allowed)}, not {method}.")
+            said = f"{path} takes {' and '.join(allowed)}, not {method}."
+            raise MethodNotAllowed(said, allowed)
         raise UnknownRoute(f"There is nothing at {path}.")
 
     async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:

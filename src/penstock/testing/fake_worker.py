@@ -55,6 +55,7 @@ class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
     hang_at_token: int | None = None
     failing_steps: int = 0  # that many steps raise first
     answer: str | None = None  # what it says, a token per byte, instead of the prompt's tokens
+    answer_to: dict[str, str] = {}  # what it says instead when the prompt has the key in it
     bad_lives: int = 1 << 30
 
     def write(self, folder: Path) -> Path:
@@ -98,6 +99,7 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Fa
 @dataclass(slots=True)
 class _Request:
     submit: Submit
+    answer: bytes | None = None
     answered: int = 0
     prompt_told: bool = False
 
@@ -133,7 +135,7 @@ class FakeEngine:
         )
 
     def submit(self, request: Submit) -> None:
-        self.requests[request.id] = _Request(request)
+        self.requests[request.id] = _Request(request, self._answer(request.prompt))
 
     def cancel(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
@@ -187,11 +189,17 @@ class FakeEngine:
             kv_committed_bytes=min(self._needed_bytes(), self.kv_bytes),
         )
 
+    def _answer(self, prompt: list[int]) -> bytes | None:
+        asked = bytes(token for token in prompt if token < 256).decode(errors="replace")
+        for words, answer in self.model.answer_to.items():
+            if words in asked:
+                return answer.encode()
+        return None if self.model.answer is None else self.model.answer.encode()
+
     def _token(self, request: _Request) -> int:
-        submit = request.submit
-        if self.model.answer is None:
+        submit, text = request.submit, request.answer
+        if text is None:
             return submit.prompt[request.answered % len(submit.prompt)]
-        text = self.model.answer.encode()
         if request.answered < len(text) or not submit.stop_token_ids:
             return text[request.answered % len(text)]
         return submit.stop_token_ids[0]

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, NoThreads
 from penstock.server.api.conversation import Conversation
 from penstock.server.api.exchange import field_error
 from penstock.server.api.fields import Count, GenerationFields, Share
 from penstock.server.api.formats import schema_format
 from penstock.server.api.limits import check_nesting, decode_free_form
-from penstock.server.api.messages import MAX_TOOLS_BYTES, check_tools, tool_use
+from penstock.server.api.messages import (
+    MAX_TOOLS_BYTES,
+    NAME_SCHEMA,
+    check_tools,
+    tool_use,
+    tools_schema,
+)
 from penstock.text.manner import Thinking, ToolUse
 from penstock.text.tools.dialect import Tool
 
@@ -130,14 +136,22 @@ class CountFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: Annotated[msgspec.Raw, Meta(extra_json_schema=tools_schema(name=NAME_SCHEMA))] = (
+        msgspec.field(default_factory=msgspec.Raw)
+    )
     tool_choice: ToolChoice | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
         """The same in the words of every protocol."""
+        if self.thread is not None:
+            raise NoThreads(
+                "`thread` is not supported; send the whole conversation every time.",
+                param="thread",
+            )
         fields = self.settings()
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
         return Conversation(

@@ -18,7 +18,12 @@ from penstock.server.api.exchange import decode_json
 from penstock.server.api.fields import Count, GenerationFields
 from penstock.server.api.generation import Generation, Job, Piece, openai_finish
 from penstock.server.api.logprobs import chat_logprobs
-from penstock.server.api.messages import Message, openai_tool_use, template_messages
+from penstock.server.api.messages import (
+    Message,
+    OpenAITools,
+    openai_tool_use,
+    template_messages,
+)
 from penstock.text.manner import Thinking
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, Part, ReasoningDelta, TextDelta
 
@@ -36,7 +41,7 @@ class ChatFields(GenerationFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: OpenAITools = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

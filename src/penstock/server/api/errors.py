@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, MethodNotAllowed, NoThreads
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError
@@ -75,6 +75,9 @@ class _Anthropic:
         }
         if error.numbers is not None:
             content["penstock"] = error.numbers
+        if isinstance(error, NoThreads):
+            # By this their client knows that it has to send the whole conversation every time.
+            content["details"] = {"error_code": "thread_unsupported_request"}
         return {"type": "error", "error": content, "request_id": request_id}
 
     def event(self, error: PenstockError, request_id: str) -> bytes:
@@ -134,6 +137,8 @@ def error_headers(error: PenstockError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 507:
         headers["x-should-retry"] = "false"
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = ", ".join(error.allowed)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

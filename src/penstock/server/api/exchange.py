@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import BadRequest, BodyTooLarge, Overloaded
 from penstock.memory.requests import BODY_FACTOR
-from penstock.server.api.errors import OPENAI, ErrorStyle
+from penstock.server.api.errors import ANTHROPIC, OPENAI, ErrorStyle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -200,6 +200,8 @@ class Exchange:
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         pairs.append((b"x-request-id", self.id.encode()))
+        if self.style is ANTHROPIC:
+            pairs.append((b"request-id", self.id.encode()))  # where their clients look for it
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, content: bytes, *, more: bool = True) -> None:

@@ -38,6 +38,10 @@ def decode_free_form(raw: Raw, param: str, most_bytes: int) -> Any:
         raise BadRequest(
             f"`{param}` has {len(text)} bytes; at most {most_bytes} are allowed.", param=param
         )
-    value = msgspec.json.decode(text)
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # Only its outline was looked at so far: numbers out of range, text that is no UTF-8.
+        raise BadRequest(f"`{param}` is no JSON that can be used.", param=param) from None
     check_nesting(value, param)
     return value

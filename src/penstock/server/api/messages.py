@@ -6,9 +6,10 @@ It knows the OpenAI protocol's messages and tools; it does not render them.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from penstock.errors import BadRequest
 from penstock.server.api.exchange import field_error
@@ -20,6 +21,20 @@ from penstock.text.tools.dialect import Tool
 MAX_TOOLS_BYTES = 1 << 20
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+
+
+def tools_schema(**fields: object) -> dict[str, object]:
+    """How a list of tools is described whose text is kept until its size is known."""
+    item = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": ["array", "null"], "items": item, "maxItems": MAX_TOOLS}
+
+
+_FUNCTION_SCHEMA = {"type": "object", "properties": {"name": NAME_SCHEMA}, "required": ["name"]}
+OpenAITools = Annotated[
+    msgspec.Raw,
+    Meta(extra_json_schema=tools_schema(type={"const": "function"}, function=_FUNCTION_SCHEMA)),
+]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):

@@ -22,7 +22,7 @@ from penstock.server.api.exchange import decode_json
 from penstock.server.api.fields import GenerationFields
 from penstock.server.api.formats import schema_format
 from penstock.server.api.generation import Finish, Generation, Job, Piece
-from penstock.server.api.messages import openai_tool_use
+from penstock.server.api.messages import OpenAITools, openai_tool_use
 from penstock.text.grammar import Format
 from penstock.text.manner import Thinking
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
@@ -125,7 +125,7 @@ class OllamaChatFields(_Common, kw_only=True):
     """The body of `/api/chat`."""
 
     messages: list[OllamaMessage] = []
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: OpenAITools = msgspec.field(default_factory=msgspec.Raw)
 
     def conversation(self) -> Conversation:
         """The same in the words of every protocol."""

@@ -18,7 +18,7 @@ from penstock.server.api.conversation import prepare
 from penstock.server.api.errors import event
 from penstock.server.api.exchange import decode_json
 from penstock.server.api.generation import Finish, Generation, Job, Piece
-from penstock.server.api.responses_fields import Item, ResponseFields, function_tools
+from penstock.server.api.responses_fields import Item, ResponseFields, function_tools, namespaces
 from penstock.server.api.responses_items import OutputItems
 from penstock.server.response_store import StoredResponse
 
@@ -235,7 +235,7 @@ class _Answer:
         self._owner = owner
         self._store = store if fields.store is not False else None
         self._input = msgspec.json.encode(fields.items())
-        self._items = OutputItems()
+        self._items = OutputItems(namespaces(fields.tools))
         self._finish: Finish | None = None
         self._number = 0  # of the next event
 

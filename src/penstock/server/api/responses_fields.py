@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,14 +21,18 @@ from penstock.server.api.messages import (
     check_tools,
     template_call,
     tool_use,
+    tools_schema,
 )
 from penstock.text.grammar import Format
 from penstock.text.manner import Thinking, ToolUse
 from penstock.text.tools.dialect import Tool
 
+Result = TypeVar("Result")
+
 MAX_METADATA = 16
 # Run by OpenAI's own servers. The model is not shown what nobody here could run.
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+_JOINT = "__"  # between a namespace and the name of a tool in it, in the name the model knows
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -74,6 +78,7 @@ class Item(msgspec.Struct, omit_defaults=True):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     call_id: str | None = None
     output: str | list[Content] | None = None
@@ -118,7 +123,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tools: Annotated[msgspec.Raw, Meta(extra_json_schema=tools_schema(type={"type": "string"}))] = (
+        msgspec.field(default_factory=msgspec.Raw)
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
@@ -207,22 +214,42 @@ class _FunctionTool(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[_FunctionTool] = []  # of a namespace
+
+
+def _decoded_tools(raw: msgspec.Raw) -> list[_FunctionTool]:
+    definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
+    try:
+        return msgspec.convert(definitions or [], list[_FunctionTool])
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
+
+
+def namespaces(raw: msgspec.Raw) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the tools that have one, by the name that the model knows."""
+    return {
+        f"{space.name}{_JOINT}{tool.name}": (space.name, tool.name)
+        for space in _decoded_tools(raw)
+        if space.type == "namespace"
+        for tool in space.tools
+    }
 
 
 def function_tools(raw: msgspec.Raw) -> list[Tool]:
     """The functions among the tools; those that only OpenAI's servers can run are left out."""
-    definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
-    try:
-        checked = msgspec.convert(definitions or [], list[_FunctionTool])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
+    checked: list[_FunctionTool] = []
+    for tool in _decoded_tools(raw):
+        if tool.type == "namespace":
+            for inner in tool.tools:
+                inner.name = f"{tool.name}{_JOINT}{inner.name}"
+            checked += tool.tools
+        elif not tool.type.startswith(_HOSTED):
+            checked.append(tool)
     tools = []
-    for index, tool in enumerate(checked):
-        if tool.type.startswith(_HOSTED):
-            continue
+    for tool in checked:
         if tool.type != "function":
             raise BadRequest(
-                f"`tools[{index}]` is of the type {tool.type[:40]!r}; this server takes functions.",
+                f"`tools` has one of the type {tool.type[:40]!r}; this server takes functions.",
                 param="tools",
             )
         function: dict[str, Any] = {"name": tool.name}
@@ -247,12 +274,15 @@ class _Turns:
                 self._message(item, where)
             case "reasoning":
                 message = self._assistant()
-                thought = "\n".join(part.text for part in _thoughts(item))
+                thought = "\n".join(part.text for part in _thoughts(item, where))
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
             case "function_call":
                 if item.name is None or item.call_id is None:
                     raise BadRequest(f"`{where}` needs `name` and `call_id`.", param=where)
-                function = FunctionCall(item.name, item.arguments or "{}")
+                name = item.name
+                if item.namespace is not None and item.namespace != name:
+                    name = f"{item.namespace}{_JOINT}{name}"
+                function = FunctionCall(name, item.arguments or "{}")
                 call = template_call(ToolCall(function, item.call_id), where)
                 self._assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
@@ -268,10 +298,7 @@ class _Turns:
             raise BadRequest(f"`{where}` needs `role` and `content`.", param=where)
         content = item.content
         if isinstance(content, list):
-            try:
-                content = _text(msgspec.convert(content, list[Content]), where)
-            except msgspec.ValidationError as error:
-                raise BadRequest(f"`{where}`: {error}.", param=where) from None
+            content = _text(_converted(content, list[Content], where), where)
         if item.role == "assistant":
             message = self._assistant()
             message["content"] += content
@@ -286,10 +313,17 @@ class _Turns:
         return self.messages[-1]
 
 
-def _thoughts(item: Item) -> list[ReasoningText]:
+def _thoughts(item: Item, where: str) -> list[ReasoningText]:
     if isinstance(item.content, list):
-        return msgspec.convert(item.content, list[ReasoningText])
+        return _converted(item.content, list[ReasoningText], where)
     return item.summary or []
+
+
+def _converted(content: list[dict[str, Any]], kind: type[Result], where: str) -> Result:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"`{where}`: {error}.", param=where) from None
 
 
 def _text(content: str | list[Content], where: str) -> str:

@@ -19,6 +19,7 @@ Event = dict[str, Any]
 class OutputItems:
     """What a response has put out so far."""
 
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # of tools, by their names
     items: list[dict[str, Any]] = field(default_factory=list)
     _kind: type[Part] | None = None  # of the item that is open
     _text: list[str] = field(default_factory=list)  # its text so far
@@ -33,7 +34,7 @@ class OutputItems:
                 opened = self._begin(ReasoningDelta, _reasoning())
                 return [*opened, self._delta("response.reasoning_text.delta", text)]
             case CallBegin():
-                return [*self.finish(), *self._begin(CallBegin, _call(part))]
+                return [*self.finish(), *self._begin(CallBegin, self._call(part))]
             case CallArguments(text):
                 self._text.append(text)
                 return [self._event("response.function_call_arguments.delta", delta=text)]
@@ -89,6 +90,19 @@ class OutputItems:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         return {"type": kind, **place, **content}
 
+    def _call(self, begin: CallBegin) -> dict[str, Any]:
+        item = {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": begin.id or f"call_{secrets.token_hex(12)}",
+            "name": begin.name,
+            "arguments": "",
+        }
+        if begin.name in self.namespaces:
+            item["namespace"], item["name"] = self.namespaces[begin.name]
+        return item
+
     def _item_event(self, name: str) -> Event:
         return {"type": name, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
@@ -111,15 +125,4 @@ def _reasoning() -> dict[str, Any]:
         "status": "in_progress",
         "summary": [],
         "content": [{"type": "reasoning_text", "text": ""}],
-    }
-
-
-def _call(begin: CallBegin) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}",
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": begin.id or f"call_{secrets.token_hex(12)}",
-        "name": begin.name,
-        "arguments": "",
     }

@@ -245,6 +245,15 @@ def test_refusals_have_the_protocols_shape(
     assert words in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("inside", [b"1e400", b"9" * 5000, b'"\xff"', b'"\\ud83d!"'])
+def test_tools_that_are_no_json_inside(client: httpx.Client, inside: bytes) -> None:
+    messages = b'"messages": [{"role": "user", "content": "hi"}]'
+    body = b'{"model": "echo", "max_tokens": 1, ' + messages + b', "tools": [' + inside + b"]}"
+    answer = client.post("/v1/messages", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_prompt_too_long_is_said_in_their_words(client: httpx.Client, streaming: bool) -> None:
     messages = [{"role": "user", "content": "x" * 100}]
@@ -253,6 +262,12 @@ def test_a_prompt_too_long_is_said_in_their_words(client: httpx.Client, streamin
     said = f"prompt is too long: {prompt + 1} tokens > 64 maximum"
     assert answer["error"]["message"].startswith(said)
     assert answer["error"]["penstock"]["reason"] == "window"
+
+
+def test_threads_are_refused_so_that_their_client_does_without(client: httpx.Client) -> None:
+    answer = ask(client, 400, thread={"type": "create"})
+    assert answer["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert ask(client, thread=None, max_tokens=1)["content"]
 
 
 def test_an_unknown_address_below_it_too(client: httpx.Client) -> None:

@@ -168,6 +168,7 @@ def test_unknown_addresses(
     error = answer.json()["error"]
     assert error["code"] == code
     assert set(error) == {"message", "type", "param", "code"}
+    assert (status == 405) == ("allow" in answer.headers)
 
 
 def test_request_ids(client: httpx.Client) -> None:

@@ -31,6 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_model(home, "echo")
     add_model(home, "small", FakeModel(context=64))
     add_model(home, "thinker", FakeModel(answer=f"hm\n</think>\n\nWell.{CALL}"), THINKER)
+    add_model(home, "in-a-space", FakeModel(answer=CALL.replace("weather", "sky__weather")))
     add_model(home, "dies-late", FakeModel(die_at_token=3))
     add_model(home, "slow", FakeModel(step_s=0.02))
     return home
@@ -126,6 +127,22 @@ def test_reasoning_text_and_calls_are_items(client: httpx.Client) -> None:
     assert without_ids(last["output"]) == without_ids(whole["output"])
 
 
+def test_tools_in_a_namespace(client: httpx.Client) -> None:
+    space = {"type": "namespace", "name": "sky", "description": "d", "tools": TOOLS}
+    response = ask(client, model="in-a-space", tools=[space, {"type": "web_search"}])
+    [call] = response["output"]
+    assert (call["namespace"], call["name"]) == ("sky", "weather")
+    assert call["arguments"] == '{"city": "Paris"}'
+    again = [
+        {"role": "user", "content": "q"},
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
+    ]
+    assert "tool: sunny" in text_of(ask(client, input=again, tools=[space]))
+    wrong = [{**space, "tools": [{"type": "custom", "name": "x"}]}]
+    assert ask(client, 400, tools=wrong)["error"]["param"] == "tools"
+
+
 def test_the_events_put_together_are_the_answer(client: httpx.Client) -> None:
     events = stream(client, model="thinker", tools=TOOLS)
     kinds = [event["type"] for event in events]
@@ -218,6 +235,8 @@ def test_responses_belong_to_the_key_that_made_them(tmp_path: Path) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400,
          "input[0].content[0]"),
         ({"background": True, "stream": True}, 400, "background"),
+        ({"input": [{"type": "reasoning", "content": [{"x": 1}]}]}, 400, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, 400, "input[0]"),
         ({"conversation": "c"}, 400, "conversation"),
         ({"tools": [{"type": "computer"}]}, 400, "tools"),
         ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
