@@ -7,7 +7,7 @@ export PENSTOCK_HOME ?= $(HOME)/.penstock
 STARTER = SmolLM2-135M-Instruct
 WEIGHTS = $(PENSTOCK_HOME)/models/$(STARTER)/model.safetensors
 
-# Shorter than in the workers: with the default, tests that compute beside anything else take many times as long.
+# Shorter than in the workers: with the default, tests beside anything else take many times as long.
 test proof: export GOMP_SPINCOUNT = 5000
 
 .PHONY: serve test check proof bench model clean
