@@ -5,7 +5,7 @@ accumulators, parser, tool runner and asynchronous client.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import anthropic
 import pydantic
@@ -148,7 +148,7 @@ def test_the_tool_runner(client: anthropic.Anthropic) -> None:
         model=MODEL,
         messages=[
             *PARIS,
-            {"role": "assistant", "content": [call.to_dict()]},  # type: ignore[list-item,typeddict-item]
+            {"role": "assistant", "content": [cast("Any", call.to_dict())]},
             {
                 "role": "user",
                 "content": [

@@ -71,7 +71,7 @@ def test_asynchronous_chats(real_url: str) -> None:
         ) as client:
             fields: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 6, "temperature": 0}
 
-            async def whole() -> str | None:
+            async def whole() -> Any:
                 return (await client.chat.completions.create(**fields)).choices[0].message.content
 
             async def streamed() -> str:
