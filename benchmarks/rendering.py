@@ -23,6 +23,7 @@ from penstock import wire
 from penstock.catalog.card import read_card
 from penstock.server.api import anthropic, chat, ollama, responses
 from penstock.server.api.generation import AnswerForm, Job, Piece, Usage, _Reading
+from penstock.server.api.messages import openai_tool_use
 from penstock.server.api.responses_fields import ResponseFields
 from penstock.text.manner import Manner, Thinking
 from penstock.text.parsing import Parsing
@@ -73,7 +74,7 @@ def _job(folder: Path, tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Job
     manner = Manner.of(tokenizer)
     assert manner is not None
     fields = msgspec.convert({**ASKED, "tools": msgspec.Raw(b"")}, chat.ChatFields)
-    use = chat.openai_tool_use(msgspec.Raw(json.dumps(tools).encode()), None, None)
+    use = openai_tool_use(msgspec.Raw(json.dumps(tools).encode()), None, None)
     plan = manner.answer("", use, None, Thinking())
     return Job(
         card=read_card(folder),
@@ -96,9 +97,9 @@ def _renderer(job: Job, name: str) -> Renderer:
         case "messages":
             return anthropic._Answer("id", job)
         case "responses":
-            return responses._Answer(
-                job, msgspec.convert({**ASKED, "store": False}, ResponseFields), "", None
-            )  # type: ignore[arg-type]  # nothing is stored
+            fields = msgspec.convert({**ASKED, "store": False}, ResponseFields)
+            nowhere: Any = None
+            return responses._Answer(job, fields, "", nowhere)
     return ollama._ChatAnswer(job)
 
 
