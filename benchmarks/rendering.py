@@ -98,7 +98,8 @@ def _renderer(job: Job, name: str) -> Renderer:
             return anthropic._Answer("id", job)
         case "responses":
             fields = msgspec.convert({**ASKED, "store": False}, ResponseFields)
-            return responses._Answer(job, fields, "", None)  # type: ignore[arg-type]  # not stored
+            nowhere: Any = None
+            return responses._Answer(job, fields, "", nowhere)
     return ollama._ChatAnswer(job)
 
 

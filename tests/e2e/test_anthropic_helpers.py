@@ -5,7 +5,7 @@ accumulators, parser, tool runner and asynchronous client.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import anthropic
 import pydantic
@@ -144,19 +144,13 @@ def test_the_tool_runner(client: anthropic.Anthropic) -> None:
     assert call.input == {"city": asked[0]}
     assert [block.type for block in turns[1].content] == ["text"]
     # The whole conversation came back: the question, the call, its result.
-    replayed = client.messages.count_tokens(
-        model=MODEL,
-        messages=[
-            *PARIS,
-            {"role": "assistant", "content": [cast("Any", call.to_dict())]},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny, 20 degrees."}
-                ],
-            },
-        ],
-    )
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny, 20 degrees."}
+    messages: list[Any] = [
+        *PARIS,
+        {"role": "assistant", "content": [call.to_dict()]},
+        {"role": "user", "content": [result]},
+    ]
+    replayed = client.messages.count_tokens(model=MODEL, messages=messages)
     usage = turns[1].usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == replayed.input_tokens
 

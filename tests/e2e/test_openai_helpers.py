@@ -92,7 +92,6 @@ def test_asynchronous_chats(real_url: str) -> None:
             first, second, third, fourth = await asyncio.gather(
                 whole(), streamed(), accumulated(), completed()
             )
-            assert first is not None
             assert "hello" in first.lower()
             assert first == second == third
             assert fourth == " Paris"

@@ -34,6 +34,13 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class PlainText(msgspec.Struct):
+    """The same where no other kind of block may stand."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     """What the model thought in an earlier turn."""
 
@@ -66,7 +73,7 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
     """A search result with its source."""
 
-    content: list[TextBlock] = []
+    content: list[PlainText] = []
     title: str = ""
     source: str = ""
 
@@ -135,7 +142,7 @@ class CountFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     messages: list[AnthropicMessage]
-    system: str | list[TextBlock] | None = None
+    system: str | list[PlainText] | None = None
     tools: Annotated[msgspec.Raw, Meta(extra_json_schema=tools_schema(name=NAME_SCHEMA))] = (
         msgspec.field(default_factory=msgspec.Raw)
     )
@@ -245,7 +252,7 @@ class _AnthropicTool(msgspec.Struct):
 def _tools(raw: msgspec.Raw) -> list[Tool]:
     definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
     try:
-        checked = msgspec.convert(definitions or [], list[_AnthropicTool])
+        checked = msgspec.convert([] if definitions is None else definitions, list[_AnthropicTool])
     except msgspec.ValidationError as error:
         raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
     tools = []

@@ -137,7 +137,7 @@ def _operation(operation: _Operation) -> dict[str, Any]:
     refusal = {"$ref": f"#/components/schemas/{style}_error"}
     content: dict[str, Any] = {_JSON: {"schema": operation.answer}}
     if operation.stream is not None:
-        content[operation.stream] = {"schema": {"type": "string"}}
+        content[operation.stream] = {}  # a schema would be of one document, not of many events
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path}".translate(_NO_MARKS),

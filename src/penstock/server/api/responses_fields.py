@@ -220,7 +220,7 @@ class _FunctionTool(msgspec.Struct):
 def _decoded_tools(raw: msgspec.Raw) -> list[_FunctionTool]:
     definitions = decode_free_form(raw, "tools", MAX_TOOLS_BYTES)
     try:
-        return msgspec.convert(definitions or [], list[_FunctionTool])
+        return msgspec.convert([] if definitions is None else definitions, list[_FunctionTool])
     except msgspec.ValidationError as error:
         raise BadRequest(f"`tools`: {field_error(error).message}", param="tools") from None
 

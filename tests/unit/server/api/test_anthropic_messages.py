@@ -221,6 +221,8 @@ def test_counting_runs_nothing(client: httpx.Client) -> None:
     ("fields", "status", "kind", "words"),
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
+        ({"tools": {}}, 400, "invalid_request_error", "tools"),
+        ({"system": [{"text": "x"}]}, 400, "invalid_request_error", "system"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),

@@ -238,6 +238,7 @@ def test_responses_belong_to_the_key_that_made_them(tmp_path: Path) -> None:
         ({"input": [{"type": "reasoning", "content": [{"x": 1}]}]}, 400, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, 400, "input[0]"),
         ({"conversation": "c"}, 400, "conversation"),
+        ({"tools": {}}, 400, "tools"),
         ({"tools": [{"type": "computer"}]}, 400, "tools"),
         ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 400,
