@@ -41,7 +41,9 @@ def _known_models(description: Any, names: list[str]) -> Any:
     a name nearly every answer would be that there is no such model."""
     for schema in description["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"enum": names}
+            # None is the default model, where the description allows it.
+            nullable = "null" in json.dumps(schema["properties"]["model"])
+            schema["properties"]["model"] = {"enum": [*names, None] if nullable else names}
     return description
 
 
