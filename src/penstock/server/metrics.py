@@ -124,9 +124,9 @@ _GAUGES = (
     (
         "predicted_bytes",
         "penstock_step_predicted_bytes",
-        "What it was thought to take.",
+        "The largest prediction of a step since allocators' caches were last dropped.",
     ),
-    ("measured_bytes", "penstock_step_measured_bytes", "What it took."),
+    ("measured_bytes", "penstock_step_measured_bytes", "The most that steps held since then."),
     ("kv_committed_bytes", "penstock_kv_committed_bytes", "Memory behind the KV arena."),
     ("private_bytes", "penstock_worker_private_bytes", "The worker's private memory."),
 )

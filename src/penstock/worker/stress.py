@@ -117,10 +117,9 @@ class Reach:
 
         Within such a border a plane that lies above the measured corners lies above what is
         between them, as long as the cost of a chunk grows with its length, its context and their
-        product. The length alone is tried in between as well: allocators serve small tensors from
-        a heap and large ones with mappings, and near the step from one to the other a shorter
-        chunk can take more than a longer one. What is far away is tried with few rows where that
-        shows the same: a whole chunk takes seconds on a CPU.
+        product. The length alone is tried in between as well: what a heap needs for tensors of
+        several sizes does not grow evenly with them. What is far away is tried with few rows where
+        that shows the same: a whole chunk takes seconds on a CPU.
         """
         limits, far, longest = self.limits, self.far, self.longest
         whole, least = min(limits.tokens, longest), min(FLOOR_TOKENS, limits.tokens, longest)

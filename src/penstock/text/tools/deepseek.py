@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated, section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,18 +35,7 @@ class DeepSeek:
 
     def parse(self, source: Source, tools: Sequence[Tool]) -> Parse[None]:
         """Both forms; what stands between calls is white space."""
-        while (yield from source.until(TextDelta, OPEN)) is not None:
-            opened = OPEN
-            while True:
-                source.mark()
-                yield from source.space()
-                if not (yield from source.accept(CALL)) or not (yield from _call(source)):
-                    break
-                opened = ""
-            if not opened and (yield from source.accept(CLOSE)):
-                source.unmark()
-            else:
-                yield TextDelta(opened + source.since_mark())
+        yield from section(source, (OPEN, CALL, CLOSE), _call)
 
     def calls(
         self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.text.grammar import Grammar, literal, problem_of
+from penstock.text.parts import TextDelta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +105,29 @@ class Dialect(Protocol):
 def known(tools: Sequence[Tool], name: str) -> Tool | None:
     """The tool of that name."""
     return next((tool for tool in tools if tool.name == name), None)
+
+
+def section(
+    source: Source, marks: tuple[str, str, str], call: Callable[[Source], Parse[bool]]
+) -> Parse[None]:
+    """Text, and calls in an envelope: `marks` open it, begin a call and close it.
+
+    `call` reads one behind its mark, or says that it is none. An envelope without calls is text,
+    and so is whatever breaks one off.
+    """
+    opening, begin, closing = marks
+    while (yield from source.until(TextDelta, opening)) is not None:
+        opened = opening
+        while True:
+            source.mark()
+            yield from source.space()
+            if not (yield from source.accept(begin)) or not (yield from call(source)):
+                break
+            opened = ""
+        if not opened and (yield from source.accept(closing)):
+            source.unmark()
+        else:
+            yield TextDelta(opened + source.since_mark())
 
 
 def repeated(rule: str, most: int, separator: str = "") -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.text.parts import TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated, section
 from penstock.text.tools.tagged import TaggedForm, tagged_call
 from penstock.text.tools.values import Shape, read_arguments
 
@@ -39,23 +38,16 @@ class MiniMax:
 
     def parse(self, source: Source, tools: Sequence[Tool]) -> Parse[None]:
         """Several invocations may stand in one tag."""
-        while (yield from source.until(TextDelta, OPEN)) is not None:
-            opened = OPEN
-            while True:
-                source.mark()
-                yield from source.space()
-                if not (yield from source.accept(INVOKE)):
-                    break
-                name = yield from source.word(lambda character: character not in '"<>\n')
-                if not name or not (yield from source.accept('">')):
-                    break
-                source.unmark()
-                opened = ""
-                yield from read_arguments(source, _SHAPE, name, known(tools, name))
-            if not opened and (yield from source.accept(CLOSE)):
-                source.unmark()
-            else:
-                yield TextDelta(opened + source.since_mark())
+
+        def call(source: Source) -> Parse[bool]:
+            name = yield from source.word(lambda character: character not in '"<>\n')
+            if not name or not (yield from source.accept('">')):
+                return False
+            source.unmark()
+            yield from read_arguments(source, _SHAPE, name, known(tools, name))
+            return True
+
+        yield from section(source, (OPEN, INVOKE, CLOSE), call)
 
     def calls(
         self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str
