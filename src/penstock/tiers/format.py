@@ -47,7 +47,7 @@ class BadBlock(Exception):  # noqa: N818 - named for what is the case
 
 @dataclass(frozen=True, slots=True, init=False)
 class Payload:
-    """The bytes of one group of layers, in the owner's memory: written from there, or read to it."""
+    """The bytes of one group of layers in the owner's memory, to write from or to read into."""
 
     kind: str
     data: memoryview
@@ -132,9 +132,7 @@ def decode(data: bytes) -> Header:
         raise BadBlock("the checksum of its header is wrong")
     groups = []
     for number in range(count):
-        kind, length, crc = _GROUP.unpack_from(
-            data, _START.size + key_bytes + number * _GROUP.size
-        )
+        kind, length, crc = _GROUP.unpack_from(data, _START.size + key_bytes + number * _GROUP.size)
         groups.append(Group(kind.rstrip(b"\0").decode(errors="replace"), length, crc))
     return Header(model, data[_START.size : _START.size + key_bytes], tuple(groups))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from penstock.tiers.reading import check_file
 from penstock.tiers.usage import locked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from penstock.tiers.files import Found
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 UNLINKS_PER_SAVE = 32
 _LOOKS_PER_SAVE = 4 * UNLINKS_PER_SAVE
 _TOUCHES_PER_SAVE = 64
+# A listing is repeated after this time even if no name seems to have changed: files may grow.
+_LIST_EVERY_S = 600.0
 # So many files are removed before others get a chance at the lock.
 _SLICE = 256
 
@@ -85,7 +88,8 @@ class Verified:
 
     files: int
     bytes: int
-    removed: dict[str, str]  # name, and what was wrong
+    bad: dict[str, str]  # name, and what is wrong
+    removed: int  # how many of these could be removed
 
 
 class Store:
@@ -98,6 +102,13 @@ class Store:
         self.index = Index()
         self.evictions = 0
         self.evicted_bytes = 0
+        # As of the last look; others change them meanwhile.
+        self.held_bytes = 0
+        self.quota_bytes = 0
+        # The listing is repeated when others have changed names since, or it is old.
+        self._mark: int | None = None
+        self._stale = True
+        self._listed_at = 0.0
 
     # --- a file's life ---
 
@@ -108,7 +119,7 @@ class Store:
             # A clock that was set back must not refuse everything until it is that late again.
             if offered_ns <= books.cleared_ns <= time.time_ns():
                 return Outcome.CANCELLED
-            quota = self._quota_bytes(books)
+            quota = self._quota_now(books)
             self._make_room(books, quota - space(size), UNLINKS_PER_SAVE)
             if books.held_bytes + space(size) > quota:
                 return Outcome.NO_ROOM
@@ -144,25 +155,27 @@ class Store:
         finally:
             self.files.close(part.descriptor)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str) -> bool:
         """Remove a block file; if that fails it is at least not offered again for a while."""
         self.index.drop(name)
         with contextlib.suppress(OSError), self._locked() as books:
             size = self.files.status(name).st_size
-            books.unlink(name, size)
+            return books.unlink(name, size)
+        return False
 
     # --- the whole directory ---
 
     def refresh(self) -> None:
-        """Count and list anew, mark what was used, and come down to the quota.
+        """Count and list anew if need be, mark what was used, and come down to the quota.
 
         A directory that cannot be written to is still listed, so that it serves hits, before the
         OSError is raised.
         """
         try:
             with self._locked() as books:
-                if books.listing is None:
-                    self.index.replace(books.recount())
+                old = time.monotonic() - self._listed_at > _LIST_EVERY_S
+                if books.listing is None and (old or self._stale):
+                    self._adopt(books.recount())
         except OSError:
             self.index.replace(self.files.list())
             raise
@@ -173,7 +186,7 @@ class Store:
     def clear(self, progress: Progress = lambda done, total: None) -> tuple[int, int]:
         """Remove all that is ours, also what is being written or waits to be; (files, bytes)."""
         with self._locked() as books:
-            books.cleared_ns = time.time_ns()
+            books.mark_cleared()
             doomed = [found for found in books.recount() if _is_ours(found)]
             # Those being written first: without its name a file cannot be published.
             doomed.sort(key=lambda found: not is_part(found.name))
@@ -190,19 +203,20 @@ class Store:
         """Read every block file of every model; a bad one is removed."""
         blocks = [found for found in self._listing() if _is_block(found)]
         total, done, files, good = sum(found.size for found in blocks), 0, 0, 0
-        removed: dict[str, str] = {}
+        bad: dict[str, str] = {}
         for found in blocks:
             try:
                 self._check(found.name)
-                files, good = files + 1, good + found.size
             except FileNotFoundError:
                 pass  # removed meanwhile
             except BadBlock as problem:
-                self.remove(found.name)
-                removed[found.name] = str(problem)
+                bad[found.name] = str(problem)
+            else:
+                files, good = files + 1, good + found.size
             done += found.size
             progress(done, total)
-        return Verified(files, good, removed)
+        removed = sum(self.remove(name) for name in bad)
+        return Verified(files, good, bad, removed)
 
     def summary(self) -> Summary:
         """What is there, by a listing; nothing is changed, not even made."""
@@ -231,11 +245,19 @@ class Store:
     def _locked(self) -> Iterator[Books]:
         with locked(self.files) as books:
             if books.listing is not None:
-                self.index.replace(books.listing)
+                self._adopt(books.listing)
+            elif books.mark != self._mark:
+                self._stale = True
             yield books
+        self._mark, self.held_bytes = books.mark, books.held_bytes
 
-    def _quota_bytes(self, books: Books) -> int:
-        return self.quota.bytes(self.files.free_bytes(), books.held_bytes)
+    def _adopt(self, listing: list[Found]) -> None:
+        self.index.replace(listing)
+        self._stale, self._listed_at = False, time.monotonic()
+
+    def _quota_now(self, books: Books) -> int:
+        self.quota_bytes = self.quota.bytes(self.files.free_bytes(), books.held_bytes)
+        return self.quota_bytes
 
     def _make_room(self, books: Books, target_bytes: int, unlinks: int) -> int:
         """Remove the least recently used until no more than the target is held; how many went."""
@@ -269,7 +291,7 @@ class Store:
 
     def _trim(self) -> int:
         with self._locked() as books:
-            return self._make_room(books, self._quota_bytes(books), _SLICE)
+            return self._make_room(books, self._quota_now(books), _SLICE)
 
     def _unlink(self, books: Books, found: Found) -> bool:
         self.index.drop(found.name)
@@ -293,6 +315,10 @@ class Store:
         descriptor = self.files.open(name, READ)
         try:
             check_file(self.files, descriptor, name)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise BadBlock("the disk cannot read it") from error
         finally:
             self.files.close(descriptor)
 

@@ -46,17 +46,18 @@ class Books:
         self._descriptor = descriptor
         self.held_bytes = 0
         self.cleared_ns = 0  # when the directory was last cleared
+        self.mark = 0  # the directory's, as last written with the count
         # What is in the directory, when it had to be listed.
         self.listing: list[Found] | None = None
         self._read()
 
     def recount(self) -> list[Found]:
         """List the directory, remove what dead writers left, and count all the rest."""
-        listing = []
-        for found in self._files.list():
-            if not (is_part(found.name) and self._remove_if_dead(found.name)):
-                listing.append(found)
-        self.listing = listing
+        self.listing = listing = [
+            found
+            for found in self._files.list()
+            if not (is_part(found.name) and self._remove_if_dead(found.name))
+        ]
         self.held_bytes = space(_RECORD.size) + sum(
             space(found.size) for found in listing if found.name != RECORD_NAME
         )
@@ -91,6 +92,11 @@ class Books:
         self.held_bytes = max(0, self.held_bytes - space(size))
         return True
 
+    def mark_cleared(self) -> None:
+        """What was offered until now must not be written; OSError if that cannot be kept."""
+        self.cleared_ns = time.time_ns()
+        self._write()
+
     def save(self) -> None:
         """Write the count with the directory's mark.
 
@@ -104,7 +110,7 @@ class Books:
         if self._files.read(self._descriptor, [memoryview(buffer)], 0) == _RECORD.size:
             magic, held, mark, cleared_ns, crc = _RECORD.unpack(buffer)
             if magic == _MAGIC and crc == zlib.crc32(buffer[:-4]):
-                self.held_bytes, self.cleared_ns = held, cleared_ns
+                self.held_bytes, self.mark, self.cleared_ns = held, mark, cleared_ns
                 if mark == self._files.directory_mark():
                     return
         self.recount()
@@ -115,6 +121,7 @@ class Books:
         record = content + struct.pack("<I", zlib.crc32(content))
         if self._files.write(self._descriptor, record, 0) != len(record):
             raise OSError(errno.EIO, "the count of the cache directory was not written whole")
+        self.mark = mark
 
     def _remove_if_dead(self, name: str) -> bool:
         try:
