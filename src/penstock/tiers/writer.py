@@ -193,7 +193,7 @@ class Writer:
                 self._changed.wait_for(lambda: self._queue or self._closed, idle_s)
                 if self._closed:
                     return None
-                if time.monotonic() < self._refresh_at:
+                if self._queue and time.monotonic() < self._refresh_at:
                     _, item = self._queue.popitem(last=False)
                     item.phase = _Phase.WRITING
                     self._current = item
