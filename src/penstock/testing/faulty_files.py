@@ -44,6 +44,8 @@ class FaultyFiles(Files):
     def __init__(self, directory: Path, capacity_bytes: int | None = None) -> None:
         super().__init__(directory)
         self.fault: Fault | None = None
+        self.broken: dict[str, str] = {}  # calls that fail until further notice, and how
+        self.before_each: Callable[..., None] = lambda name, *arguments: None
         self.after_each: Callable[[str], None] = lambda name: None
         self._capacity_bytes = capacity_bytes
         self._dead = False
@@ -68,6 +70,9 @@ class FaultyFiles(Files):
     def _call(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
         if self._dead:
             raise Crash
+        self.before_each(name, *arguments)
+        if name in self.broken:
+            self._strike(Fault(self.broken[name], 0), name, real, arguments)
         fault = self.fault
         if fault is not None and fault.struck is None:
             if fault.after == 0:

@@ -157,11 +157,12 @@ class Store:
 
     def remove(self, name: str) -> bool:
         """Remove a block file; if that fails it is at least not offered again for a while."""
-        self.index.drop(name)
+        removed = False
         with contextlib.suppress(OSError), self._locked() as books:
             size = self.files.status(name).st_size
-            return books.unlink(name, size)
-        return False
+            removed = books.unlink(name, size)
+        self.index.drop(name)  # last, since taking the lock may list anew
+        return removed
 
     # --- the whole directory ---
 

@@ -140,9 +140,9 @@ class Books:
 
 
 @contextlib.contextmanager
-def locked(files: Files, wait_s: float = LOCK_WAIT_S) -> Iterator[Books]:
+def locked(files: Files) -> Iterator[Books]:
     """The books of the directory, which is made if it is not there; OSError if that cannot be."""
-    descriptor = _acquire(files, time.monotonic() + wait_s)
+    descriptor = _acquire(files, time.monotonic() + LOCK_WAIT_S)
     try:
         books = Books(files, descriptor)
         try:
