@@ -1,7 +1,8 @@
 """Blocks on their way to the disk: a queue bounded in bytes, and the thread that empties it.
 
 Offering never waits. Every accepted offer ends in exactly one call of its `release`, from whatever
-thread ends it, and the owner must leave the bytes as they are until then.
+thread ends it, and the owner must leave the bytes as they are until then. A release may offer, but
+must not wait for the writer.
 
     queued ──▶ writing ──▶ committing ──▶ saved
        └──────────┴──▶ cancelled                  (or present, no room, failed)
@@ -240,12 +241,10 @@ class Writer:
                     f"The disk cache has no room for a block of {item.size} bytes; it may hold "
                     "cache.size or a share of the free disk, and other files there count too."
                 )
-            self._end(item)
-            if self._dropping and self._bytes <= self._limit // 2:
-                self._dropping = False
         self._let_go([item], outcome)
         if event:
             self._notify(event)
+        self._end(item)
 
     def _fail(self, item: _Item, error: OSError) -> None:
         with self._changed:
@@ -254,8 +253,7 @@ class Writer:
             told, self._failing_with = self._failing_with == error.errno, error.errno or 0
             left = [item, *self._queue.values()]
             self._queue.clear()
-            self._end(item)
-            self._bytes = 0
+            self._bytes = item.size
         self._let_go(left, Outcome.FAILED)
         if not told:
             self._notify(
@@ -263,11 +261,16 @@ class Writer:
                 f"{error.strerror or error}. Nothing is kept there until it works again, which is "
                 "tried now and then; requests go on."
             )
+        self._end(item)
 
     def _end(self, item: _Item) -> None:
-        self._current = None
-        self._bytes -= item.size
-        self._changed.notify_all()
+        """Last of all, so that after a flush every release has been called."""
+        with self._changed:
+            self._current = None
+            self._bytes -= item.size
+            if self._dropping and self._bytes <= self._limit // 2:
+                self._dropping = False
+            self._changed.notify_all()
 
     def _on_its_way(self, key: bytes) -> bool:
         current = self._current
