@@ -49,8 +49,9 @@ class Files:
         return self.directory.stat().st_mtime_ns
 
     def free_bytes(self) -> int:
-        """What this user may still write to the disk."""
-        usage = os.statvfs(self.directory)
+        """What this user may still write to the disk that it is on or would be made on."""
+        there = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        usage = os.statvfs(there)
         return usage.f_bavail * usage.f_frsize
 
     def list(self) -> list[Found]:

@@ -221,10 +221,6 @@ class Store:
 
     def summary(self) -> Summary:
         """What is there, by a listing; nothing is changed, not even made."""
-        try:
-            free_bytes = self.files.free_bytes()
-        except FileNotFoundError:
-            return Summary(0, self.quota.limit_bytes or 0, 0)
         models: dict[str, ModelUse] = {}
         others, held = [], 0
         for found in self._listing():
@@ -237,6 +233,7 @@ class Store:
             models[parsed[0]] = ModelUse(
                 old.files + 1, old.bytes + found.size, max(old.used_ns, found.modified_ns)
             )
+        free_bytes = self.files.free_bytes()
         quota_bytes = self.quota.bytes(free_bytes, held)
         return Summary(held, quota_bytes, free_bytes, len(others), sum(others), models)
 
