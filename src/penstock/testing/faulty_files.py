@@ -45,6 +45,7 @@ class FaultyFiles(Files):
         super().__init__(directory)
         self.fault: Fault | None = None
         self.broken: dict[str, str] = {}  # calls that fail until further notice, and how
+        self.clock_ticks = True  # otherwise no change shows in the directory's time
         self.before_each: Callable[..., None] = lambda name, *arguments: None
         self.after_each: Callable[[str], None] = lambda name: None
         self._capacity_bytes = capacity_bytes
@@ -54,6 +55,9 @@ class FaultyFiles(Files):
     def __getattribute__(self, name: str) -> Any:
         attribute = super().__getattribute__(name)
         return partial(self._call, name, attribute) if name in _CALLS else attribute
+
+    def directory_mark(self) -> int:
+        return super().directory_mark() if self.clock_ticks else 0
 
     def free_bytes(self) -> int:
         if self._capacity_bytes is None:
@@ -88,15 +92,7 @@ class FaultyFiles(Files):
             self.crash()
             raise Crash
         if fault.kind == SHORT:
-            if name == "write":
-                descriptor, data, offset = arguments
-                half = (descriptor, memoryview(data)[: max(1, len(data) // 2)], offset)
-                return self._real(name, real, half)
-            if name == "read":
-                descriptor, (buffer,), offset = arguments
-                half = (descriptor, [buffer[: max(1, len(buffer) // 2)]], offset)
-                return self._real(name, real, half)
-            return self._real(name, real, arguments)
+            return self._real(name, real, _half(name, arguments))
         if name == "close":  # the descriptor is gone all the same
             self._real(name, real, arguments)
         number = getattr(errno, fault.kind)
@@ -110,6 +106,17 @@ class FaultyFiles(Files):
             self._opened.discard(arguments[0])
         self.after_each(name)
         return result
+
+
+def _half(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same call for half the bytes, if it is one that has any."""
+    if name == "write":
+        descriptor, data, offset = arguments
+        return descriptor, memoryview(data)[: max(1, len(data) // 2)], offset
+    if name == "read":
+        descriptor, (buffer,), offset = arguments
+        return descriptor, [buffer[: max(1, len(buffer) // 2)]], offset
+    return arguments
 
 
 def directory_bytes(directory: Path) -> int:

@@ -16,6 +16,7 @@ import shutil
 import struct
 import tempfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,16 +76,17 @@ def load(tier: DiskTier, model: str, number: int) -> bool:
     return hit
 
 
-def recorded_bytes(directory: Path) -> int | None:
-    """The count in the record, None while it must be taken anew."""
+def recorded_bytes(directory: Path, mark: int | None = None) -> int | None:
+    """The count in the record, None if the directory's mark says that it must be taken anew."""
     try:
         record = (directory / "usage").read_bytes()
     except FileNotFoundError:
         return None
     if len(record) != 36 or struct.unpack("<I", record[32:])[0] != zlib.crc32(record[:32]):
         return None
-    held, mark = struct.unpack_from("<Qq", record, 8)
-    return int(held) if mark == directory.stat().st_mtime_ns else None
+    held, recorded_mark = struct.unpack_from("<Qq", record, 8)
+    actual_mark = directory.stat().st_mtime_ns if mark is None else mark
+    return int(held) if recorded_mark == actual_mark else None
 
 
 faults = st.none() | st.builds(Fault, st.sampled_from([CRASH, SHORT, *ERRORS]), st.integers(0, 30))
@@ -107,7 +109,7 @@ class Directory(RuleBasedStateMachine):
 
     def new_tier(self, model: str) -> DiskTier:
         files = FaultyFiles(self.directory, CAPACITY)
-        files.after_each = self.check_quota
+        files.after_each = partial(check_quota, self.directory)
         return DiskTier(self.directory, self.quota, model, files)
 
     def act(self, which: int, fault: Fault | None, name: str, *arguments: Any) -> Any:
@@ -134,9 +136,6 @@ class Directory(RuleBasedStateMachine):
                 Directory.struck.add((files.fault.kind, files.fault.struck))
             files.fault = None
         return None
-
-    def check_quota(self, name: str = "") -> None:
-        assert directory_bytes(self.directory) <= LIMIT, f"over the quota after {name}"
 
     def changed_outside(self) -> None:
         """What another program does shows in the directory's time, once the clock has ticked."""
@@ -234,7 +233,7 @@ class Directory(RuleBasedStateMachine):
 
     @invariant()
     def the_count_is_not_too_low(self) -> None:
-        self.check_quota()
+        check_quota(self.directory, "a rule")
         recorded = recorded_bytes(self.directory)
         if recorded is None:
             assert not self.exact, "there is no count"
@@ -251,7 +250,7 @@ class Directory(RuleBasedStateMachine):
 
 
 def run_machine(examples: int, steps: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Directory,
         settings=settings(
             max_examples=examples,
@@ -283,6 +282,10 @@ ACTS: dict[str, Any] = {
 }
 
 
+def check_quota(directory: Path, call: str) -> None:
+    assert directory_bytes(directory) <= LIMIT, f"over the quota after {call}"
+
+
 @pytest.mark.parametrize("name", ACTS)
 @pytest.mark.parametrize("kind", [CRASH, SHORT, "ENOSPC", "EIO"])
 def test_a_fault_at_each_call(tmp_path: Path, name: str, kind: str) -> None:
@@ -297,7 +300,7 @@ def test_a_fault_at_each_call(tmp_path: Path, name: str, kind: str) -> None:
         files = FaultyFiles(directory, CAPACITY)
         tier = DiskTier(directory, Quota(LIMIT), "one", files)
         tier.store._stale = True
-        files.after_each = lambda _, at=directory: None if directory_bytes(at) <= LIMIT else 1 / 0
+        files.after_each = partial(check_quota, directory)
         fault = files.fault = Fault(kind, after)
         with contextlib.suppress(OSError, Crash):
             ACTS[name](tier)
@@ -319,3 +322,27 @@ def test_a_fault_at_each_call(tmp_path: Path, name: str, kind: str) -> None:
     else:
         raise AssertionError("the act makes more calls than were tried")
     assert len(struck) > 3
+
+
+@pytest.mark.parametrize("name", ["save", "clear", "load damaged"])
+@pytest.mark.parametrize("kind", [CRASH, "EIO"])
+def test_a_fault_within_one_tick_of_the_clock_leaves_no_count_that_is_too_low(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    for after in range(200):
+        directory = tmp_path / str(after)
+        files = FaultyFiles(directory, CAPACITY)
+        files.clock_ticks = False
+        tier = DiskTier(directory, Quota(LIMIT), "one", files)
+        for number in range(7):
+            tier.save(key_of(number), payloads_of("one", number))
+        os.truncate(directory / block_name(model_digest("one"), key_of(5)), 1)
+        fault = files.fault = Fault(kind, after)
+        with contextlib.suppress(OSError, Crash):
+            ACTS[name](tier)
+        recorded = recorded_bytes(directory, mark=0)
+        assert recorded is not None and recorded >= directory_bytes(directory)
+        files.crash()
+        if fault.struck is None:
+            return
+    raise AssertionError("the act makes more calls than were tried")

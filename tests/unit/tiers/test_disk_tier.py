@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ import pytest
 
 from penstock.testing.faulty_files import FaultyFiles, directory_bytes
 from penstock.tiers import DiskTier, Outcome, Payload, Quota, Store
+from penstock.tiers.files import UPDATE, Files
 from penstock.tiers.format import PAGE, block_name, model_digest, part_name
 from penstock.tiers.rates import Rate
 from penstock.tiers.store import UNLINKS_PER_SAVE
+from penstock.tiers.usage import locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +69,7 @@ def test_groups_of_any_kind_and_size_come_back_after_a_restart(tmp_path: Path) -
     tier = DiskTier(tmp_path, PLENTY, "model")
     into = [(kind, bytearray(len(data))) for kind, data in groups]
     assert tier.load(b"k", [Payload(kind, buffer) for kind, buffer in into])
-    assert into == groups
+    assert [(kind, bytes(buffer)) for kind, buffer in into] == groups
     assert tier.read_rate.bytes_per_s is not None
 
 
@@ -80,7 +83,8 @@ def test_the_longest_prefix_has_no_gap(tmp_path: Path) -> None:
 
 def test_opening_reads_no_block_and_asking_makes_no_call(tmp_path: Path) -> None:
     fill(DiskTier(tmp_path, PLENTY, "model"), *range(20))
-    files, calls = FaultyFiles(tmp_path), []
+    files = FaultyFiles(tmp_path)
+    calls: list[str] = []
     files.after_each = calls.append
     tier = DiskTier(tmp_path, PLENTY, "model", files)
     assert calls.count("open") <= 2 and calls.count("list") == 1  # only the record is opened
@@ -321,6 +325,38 @@ def test_files_of_living_writers_stay_and_those_of_dead_ones_go(tmp_path: Path) 
     tier.store._stale = True
     tier.refresh()
     assert not living.exists()
+
+
+def test_two_processes_that_save_the_same_block_count_it_once(tmp_path: Path) -> None:
+    tier, other = DiskTier(tmp_path, PLENTY, "model"), DiskTier(tmp_path, PLENTY, "model")
+
+    def meanwhile() -> bool:
+        return other.save(key(1), payloads(1)) in (Outcome.SAVED, Outcome.PRESENT)
+
+    assert tier.save(key(1), payloads(1), wanted=meanwhile) is Outcome.PRESENT
+    assert tier.store.held_bytes == directory_bytes(tmp_path) == 4 * PAGE
+    assert load(tier, 1)
+
+
+def test_a_record_removed_while_another_waits_for_its_lock(tmp_path: Path) -> None:
+    record, files = tmp_path / "usage", Files(tmp_path)
+    record.touch()
+    others_could_lock: list[bool] = []
+
+    def take() -> None:
+        with locked(files):
+            descriptor = files.open("usage", UPDATE)
+            others_could_lock.append(files.try_lock(descriptor))
+            files.close(descriptor)
+
+    taking = threading.Thread(target=take)
+    with record.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        taking.start()
+        time.sleep(0.05)  # it waits by now, or will find the new file
+        record.unlink()
+    taking.join()
+    assert others_could_lock == [False]
 
 
 # --- the whole directory ---
