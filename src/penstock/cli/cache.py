@@ -57,6 +57,11 @@ def stats(options: argparse.Namespace) -> int:
         f"{store.directory} holds {size(found.held_bytes)} of at most {size(found.quota_bytes)}; "
         f"{size(found.free_bytes)} of the disk are free."
     )
+    if found.other_files:
+        print_line(
+            f"{found.other_files} files of {size(found.other_bytes)} there are not penstock's; "
+            "they count, and are never removed."
+        )
     if models:
         print_line()
         print_table(

@@ -11,6 +11,7 @@ is removed and counted. Which blocks are worth saving, and what a key stands for
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class DiskTier:
     ) -> None:
         self.store = Store(directory, quota, files)
         self.counters = Counters()
+        self._counting = threading.Lock()
         self.read_rate = Rate()
         self.write_rate = Rate()
         self.problem: str | None = None
@@ -89,18 +91,14 @@ class DiskTier:
     def load(self, key: bytes, into: Sequence[Payload]) -> bool:
         """Read a block into the owner's memory, which holds nothing of use after False."""
         name = block_name(self._model, key)
-        if name not in self.store.index:
-            self.counters.misses += 1
-            return False
         started = time.perf_counter()
-        if not self._read(name, key, into):
-            self.counters.misses += 1
+        if name not in self.store.index or not self._read(name, key, into):
+            self._count(misses=1)
             return False
         size = sum(payload.data.nbytes for payload in into)
         self.read_rate.add(size, time.perf_counter() - started)
         self.store.index.touch([name])
-        self.counters.hits += 1
-        self.counters.loaded_bytes += size
+        self._count(hits=1, loaded_bytes=size)
         return True
 
     def save(
@@ -138,8 +136,7 @@ class DiskTier:
         outcome = self.store.publish(part, commit)
         if outcome is Outcome.SAVED:
             self.write_rate.add(size, time.perf_counter() - started)
-            self.counters.saved += 1
-            self.counters.saved_bytes += size
+            self._count(saved=1, saved_bytes=size)
         return outcome
 
     def remove(self, key: bytes) -> None:
@@ -155,10 +152,10 @@ class DiskTier:
 
     def stats(self) -> dict[str, Any]:
         """Counters, rates and what this model has there; makes no system call."""
-        files, size = self.store.index.totals(identity(self._model))
+        totals = self.store.index.totals(identity(self._model))
         return asdict(self.counters) | {
-            "files": files,
-            "bytes": size,
+            "files": totals.files,
+            "bytes": totals.bytes,
             "held_bytes": self.store.held_bytes,
             "quota_bytes": self.store.quota_bytes,
             "evictions": self.store.evictions,
@@ -177,7 +174,7 @@ class DiskTier:
             finally:
                 files.close(descriptor)
         except BadBlock:
-            self.counters.bad_removed += self.store.remove(name)
+            self._count(bad_removed=int(self.store.remove(name)))
             return False
         except FileNotFoundError:  # removed by another process
             self.store.index.drop(name)
@@ -185,6 +182,11 @@ class DiskTier:
         except OSError:
             # Not the file's fault for certain, so it stays; but it is not asked for again soon.
             self.store.index.drop(name)
-            self.counters.read_errors += 1
+            self._count(read_errors=1)
             return False
         return True
+
+    def _count(self, **amounts: int) -> None:
+        with self._counting:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)

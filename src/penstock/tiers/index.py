@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.tiers.format import parse_block_name
@@ -28,11 +28,20 @@ class Entry:
     used_ns: int
 
 
+@dataclass(slots=True)
+class Totals:
+    """What one model has."""
+
+    files: int = 0
+    bytes: int = 0
+
+
 class Index:
     """Block files of all models, least recently used first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._totals: dict[str, Totals] = {}  # by model
         self._touched: dict[str, int] = {}  # uses that the files do not show yet
         self._lock = threading.Lock()
 
@@ -48,16 +57,20 @@ class Index:
         with self._lock:
             used = {f.name: max(f.modified_ns, self._touched.get(f.name, 0)) for f in blocks}
             blocks.sort(key=lambda found: used[found.name])
-            self._entries = OrderedDict((f.name, Entry(f.size, used[f.name])) for f in blocks)
+            self._entries.clear()
+            self._totals.clear()
+            for found in blocks:
+                self._put(found.name, Entry(found.size, used[found.name]))
 
     def add(self, name: str, size: int) -> None:
+        """A new file, used now."""
         with self._lock:
-            self._entries[name] = Entry(size, time.time_ns())
-            self._entries.move_to_end(name)
+            self._pop(name)
+            self._put(name, Entry(size, time.time_ns()))
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._entries.pop(name, None)
+            self._pop(name)
             self._touched.pop(name, None)
 
     def touch(self, names: Sequence[str]) -> None:
@@ -96,8 +109,23 @@ class Index:
             names = [name for name, _ in zip(self._touched, range(most), strict=False)]
             return [(name, self._touched.pop(name)) for name in names]
 
-    def totals(self, identity: str) -> tuple[int, int]:
-        """(files, bytes) of one model."""
+    def totals(self, identity: str) -> Totals:
+        """Of one model."""
         with self._lock:
-            sizes = [e.size for name, e in self._entries.items() if name.startswith(identity)]
-        return len(sizes), sum(sizes)
+            return replace(self._totals.get(identity, Totals()))
+
+    def _put(self, name: str, entry: Entry) -> None:
+        totals = self._totals.setdefault(_model_of(name), Totals())
+        totals.files += 1
+        totals.bytes += entry.size
+        self._entries[name] = entry
+
+    def _pop(self, name: str) -> None:
+        if (entry := self._entries.pop(name, None)) is not None:
+            totals = self._totals[_model_of(name)]
+            totals.files -= 1
+            totals.bytes -= entry.size
+
+
+def _model_of(name: str) -> str:
+    return name.partition("-")[0]

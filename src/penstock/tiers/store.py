@@ -20,7 +20,7 @@ from penstock.tiers.files import READ, Files
 from penstock.tiers.format import BadBlock, is_part, parse_block_name, part_name, space
 from penstock.tiers.index import Index
 from penstock.tiers.reading import check_file
-from penstock.tiers.usage import locked
+from penstock.tiers.usage import RECORD_NAME, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -227,7 +227,8 @@ class Store:
             held += space(found.size)
             parsed = parse_block_name(found.name) if found.regular else None
             if parsed is None:
-                others.append(found.size)
+                if not is_part(found.name) and found.name != RECORD_NAME:
+                    others.append(found.size)
                 continue
             old = models.get(parsed[0], ModelUse(0, 0, 0))
             models[parsed[0]] = ModelUse(

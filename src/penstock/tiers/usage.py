@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "usage"
 LOCK_WAIT_S = 5.0  # longer than anybody keeps it, unless stopped or on a disk that hangs
-_LOCK_POLL_S = 0.002
+_LOCK_POLLS_S = (0.0002, 0.01)  # at first, and at most
 _RECORD = struct.Struct("<8sQqqI")  # magic, bytes held, directory mark, cleared at, crc
 _MAGIC = b"penstkUS"
 
@@ -161,12 +161,14 @@ def _acquire(files: Files, deadline: float) -> int:
             files.make_directory()
             descriptor = files.open(RECORD_NAME, UPDATE)
         try:
+            pause_s, longest_s = _LOCK_POLLS_S
             while not files.try_lock(descriptor):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         errno.ETIMEDOUT, "another process keeps the lock of the cache directory"
                     )
-                time.sleep(_LOCK_POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
             # It may have been removed while we waited: then it locks nothing.
             if _same_file(files, descriptor):
                 return descriptor

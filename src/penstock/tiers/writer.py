@@ -55,6 +55,7 @@ class _Item:
     offered_ns: int
     phase: _Phase = _Phase.QUEUED
     cancelled: bool = False
+    released: bool = False
 
 
 class Writer:
@@ -180,8 +181,8 @@ class Writer:
             # Also when a release or our own code raises: nothing may wait for a dead thread.
             with self._changed:
                 self._closed = True
+                left = [i for i in (self._current, *self._queue.values()) if i and not i.released]
                 self._current = None
-                left = list(self._queue.values())
                 self._queue.clear()
                 self._bytes = 0
                 self._changed.notify_all()
@@ -281,4 +282,5 @@ class Writer:
         with self._changed:
             self._counts[outcome.value] += len(items)
         for item in items:
+            item.released = True
             item.release(outcome)

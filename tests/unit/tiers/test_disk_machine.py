@@ -167,7 +167,9 @@ class Directory(RuleBasedStateMachine):
         if fault is None:
             self.exact = True
             names = {path.name for path in self.blocks()}
-            assert names == set(self.tiers[which].store.index._entries)
+            index = self.tiers[which].store.index
+            assert names == set(index._entries)
+            assert sum(totals.files for totals in index._totals.values()) == len(names)
 
     @rule(which=tiers, fault=faults)
     def clear(self, which: int, fault: Fault | None) -> None:

@@ -325,3 +325,17 @@ def test_an_idle_writer_sees_what_others_did_and_tells_of_an_unusable_directory(
     assert tier.contains(key(1))
     assert writer.close(LONG_S)
     assert events[1:] == ["The cache directory can be used again."]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_release_that_raises_leaves_nobody_waiting(rig: Rig) -> None:
+    def broken(outcome: Outcome) -> None:
+        raise RuntimeError("a mistake of the owner's")
+
+    with rig.held_at("write"):
+        assert rig.writer.offer(key(2), payloads(2), broken)
+        assert rig.offer(3)
+    assert rig.writer.flush(LONG_S)
+    assert rig.writer.close(LONG_S)
+    assert rig.released == [(1, Outcome.SAVED), (3, Outcome.CANCELLED)]
+    assert not rig.offer(4)
