@@ -177,14 +177,16 @@ def test_cache_stats_verify_and_clear(
     found = as_json(capsys, "cache", "stats")
     assert found["models"] == [] and found["free_bytes"] > 0
     assert not (tmp_path / "kv").exists(), "looking makes nothing"
-    tier = DiskTier(tmp_path / "kv", Quota(1 << 30), "model")
+    tier = DiskTier(tmp_path / "kv", Quota(1 << 30), "fingerprint", label="SmolLM2")
     for number in range(3):
         tier.save(bytes([number]), [Payload("attention", bytes(1000))])
     (tmp_path / "kv" / "note.txt").write_text("mine")
     found = as_json(capsys, "cache", "stats")
-    assert [(m["files"], m["bytes"]) for m in found["models"]] == [(3, 3 * 5096)]
+    [model] = found["models"]
+    assert (model["model"], model["files"], model["bytes"]) == ("SmolLM2", 3, 3 * 5096)
     assert found["quota_bytes"] == 1 << 30 and found["held_bytes"] == 8 * 4096
-    assert "of at most 1.0 GiB" in run(capsys, "cache", "stats")
+    printed = run(capsys, "cache", "stats")
+    assert "of at most 1.0 GiB" in printed and "SmolLM2" in printed
     assert "3 files" in run(capsys, "cache", "verify")
 
     damaged = min((tmp_path / "kv").glob("*.kv"))

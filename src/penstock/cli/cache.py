@@ -36,9 +36,16 @@ def stats(options: argparse.Namespace) -> int:
     """What is there, by model."""
     with _store(options) as store:
         found = store.summary()
+    by_use = sorted(found.models.items(), key=lambda item: -item[1].used_ns)
     models = [
-        {"model": model, "files": use.files, "bytes": use.bytes, "last_used": _when(use.used_ns)}
-        for model, use in sorted(found.models.items(), key=lambda item: -item[1].used_ns)
+        {
+            "model": use.label or None,
+            "id": model,
+            "files": use.files,
+            "bytes": use.bytes,
+            "last_used": _when(use.used_ns),
+        }
+        for model, use in by_use
     ]
     if options.json:
         print_json(
@@ -62,11 +69,14 @@ def stats(options: argparse.Namespace) -> int:
             f"{found.other_files} files of {size(found.other_bytes)} there are not penstock's; "
             "they count, and are never removed."
         )
-    if models:
+    if by_use:
         print_line()
         print_table(
-            ("model", "files", "bytes", "last used"),
-            [(m["model"], m["files"], size(int(str(m["bytes"]))), m["last_used"]) for m in models],
+            ("model", "files begin with", "files", "bytes", "last used"),
+            [
+                (use.label, model, use.files, size(use.bytes), _when(use.used_ns))
+                for model, use in by_use
+            ],
         )
     return 0
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.tiers.files import READ
 from penstock.tiers.format import (
     BadBlock,
+    Header,
     Payload,
     block_name,
     header_size,
@@ -26,7 +27,7 @@ from penstock.tiers.format import (
     model_digest,
 )
 from penstock.tiers.rates import Rate
-from penstock.tiers.reading import read_file, write_file
+from penstock.tiers.contents import read_file, write_file
 from penstock.tiers.store import Outcome, Part, Store
 
 if TYPE_CHECKING:
@@ -58,7 +59,12 @@ class DiskTier:
     """
 
     def __init__(
-        self, directory: Path, quota: Quota, fingerprint: str, files: Files | None = None
+        self,
+        directory: Path,
+        quota: Quota,
+        fingerprint: str,
+        files: Files | None = None,
+        label: str = "",
     ) -> None:
         self.store = Store(directory, quota, files)
         self.counters = Counters()
@@ -67,6 +73,7 @@ class DiskTier:
         self.write_rate = Rate()
         self.problem: str | None = None
         self._model = model_digest(fingerprint)
+        self._label = label  # for people who look at the directory
         self.refresh()
 
     # --- in memory ---
@@ -124,9 +131,8 @@ class DiskTier:
         if not isinstance(part, Part):
             return part
         try:
-            whole = write_file(
-                self.store.files, part.descriptor, self._model, key, payloads, wanted
-            )
+            blank = Header(self._model, key, label=self._label)
+            whole = write_file(self.store.files, part.descriptor, blank, payloads, wanted)
         except OSError:
             self.store.discard(part)
             raise

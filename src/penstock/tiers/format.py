@@ -4,8 +4,8 @@
     IDENTITY-KEY.TOKEN.part      the same being written; whoever writes it holds its lock
 
     | header, one page or more                                            | payloads, in order |
-    | magic · version · header bytes · model · key · (kind, bytes, crc)…  |                    |
-    | crc of all that · zeros up to the page                              |                    |
+    | magic · version · header bytes · model · its name for people · key  |                    |
+    | (kind, bytes, crc)… · crc of all that · zeros up to the page        |                    |
 
 Numbers are little-endian. The payloads of a block belong to groups of layers: "attention" for keys
 and values, "recurrent" for a state, whatever comes next under a name of its own. Nothing here
@@ -31,7 +31,9 @@ VERSION = 1
 PAGE = 4096
 
 _MAGIC = b"penstkKV"
-_START = struct.Struct("<8sII32sHH")  # magic, version, header bytes, model, key bytes, groups
+_LABEL_BYTES = 64
+# Magic, version, header bytes, model, label, key bytes, groups.
+_START = struct.Struct(f"<8sII32s{_LABEL_BYTES}sHH")
 _GROUP = struct.Struct("<16sQI")  # kind, bytes, crc
 _END = struct.Struct("<I")  # crc of the header so far
 _KEY_BYTES = 64  # the longest key: 128 hex digits, well below the longest name of a file
@@ -77,7 +79,8 @@ class Header:
 
     model: bytes
     key: bytes
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
+    label: str = ""  # what people call the model; not checked, and cut if it is long
 
     @property
     def size(self) -> int:
@@ -88,8 +91,10 @@ class Header:
         return self.size + sum(group.size for group in self.groups)
 
     def encode(self) -> bytes:
+        label = self.label.encode()[:_LABEL_BYTES]
+        counts = len(self.key), len(self.groups)
         parts = [
-            _START.pack(_MAGIC, VERSION, self.size, self.model, len(self.key), len(self.groups)),
+            _START.pack(_MAGIC, VERSION, self.size, self.model, label, *counts),
             self.key,
             *(_GROUP.pack(group.kind.encode(), group.size, group.crc) for group in self.groups),
         ]
@@ -124,7 +129,7 @@ def decode(data: bytes) -> Header:
     if len(data) < _START.size:
         raise BadBlock("it is shorter than a header")
     size = stated_header_size(data)
-    _, _, _, model, key_bytes, count = _START.unpack_from(data)
+    _, _, _, model, label, key_bytes, count = _START.unpack_from(data)
     content = _START.size + key_bytes + count * _GROUP.size
     if size != len(data) or size != header_size(key_bytes, count):
         raise BadBlock(f"its header claims {size} bytes")
@@ -133,8 +138,13 @@ def decode(data: bytes) -> Header:
     groups = []
     for number in range(count):
         kind, length, crc = _GROUP.unpack_from(data, _START.size + key_bytes + number * _GROUP.size)
-        groups.append(Group(kind.rstrip(b"\0").decode(errors="replace"), length, crc))
-    return Header(model, data[_START.size : _START.size + key_bytes], tuple(groups))
+        groups.append(Group(_text(kind), length, crc))
+    key = data[_START.size : _START.size + key_bytes]
+    return Header(model, key, tuple(groups), _text(label))
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="ignore")
 
 
 def require(header: Header, model: bytes, key: bytes, into: Sequence[Payload]) -> None:

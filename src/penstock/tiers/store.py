@@ -13,13 +13,13 @@ import contextlib
 import enum
 import errno
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.tiers.files import READ, Files
 from penstock.tiers.format import BadBlock, is_part, parse_block_name, part_name, space
 from penstock.tiers.index import Index
-from penstock.tiers.reading import check_file
+from penstock.tiers.contents import check_file, read_header
 from penstock.tiers.usage import RECORD_NAME, locked
 
 if TYPE_CHECKING:
@@ -63,11 +63,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """What one model has in the directory."""
+    """What one model has in the directory; `latest` is the file that was used last."""
 
-    files: int
-    bytes: int
-    used_ns: int
+    files: int = 0
+    bytes: int = 0
+    used_ns: int = 0
+    latest: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class Store:
         return Verified(files, good, bad, removed)
 
     def summary(self) -> Summary:
-        """What is there, by a listing; nothing is changed, not even made."""
+        """What is there, by a listing and one header a model; nothing is changed, nor made."""
         models: dict[str, ModelUse] = {}
         others, held = [], 0
         for found in self._listing():
@@ -230,10 +232,10 @@ class Store:
                 if not is_part(found.name) and found.name != RECORD_NAME:
                     others.append(found.size)
                 continue
-            old = models.get(parsed[0], ModelUse(0, 0, 0))
-            models[parsed[0]] = ModelUse(
-                old.files + 1, old.bytes + found.size, max(old.used_ns, found.modified_ns)
-            )
+            old = models.get(parsed[0], ModelUse())
+            used_ns, latest = max((old.used_ns, old.latest), (found.modified_ns, found.name))
+            models[parsed[0]] = ModelUse(old.files + 1, old.bytes + found.size, used_ns, latest)
+        models = {m: replace(use, label=self._label(use.latest)) for m, use in models.items()}
         free_bytes = self.files.free_bytes()
         quota_bytes = self.quota.bytes(free_bytes, held)
         return Summary(held, quota_bytes, free_bytes, len(others), sum(others), models)
@@ -309,6 +311,16 @@ class Store:
         except FileNotFoundError:
             return False
         return True
+
+    def _label(self, name: str) -> str:
+        try:
+            descriptor = self.files.open(name, READ)
+            try:
+                return read_header(self.files, descriptor).label
+            finally:
+                self.files.close(descriptor)
+        except (OSError, BadBlock):
+            return ""
 
     def _check(self, name: str) -> None:
         descriptor = self.files.open(name, READ)

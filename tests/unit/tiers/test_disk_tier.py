@@ -147,7 +147,7 @@ BAD = {
     "a bit of the payload": flip(PAGE + 77),
     "a bit of the last payload": flip(-1),
     "a bit of the header": flip(30),
-    "a bit of a checksum": flip(100),
+    "a bit of a checksum": flip(157),
     "the magic": flip(0),
     "another version": another_version,
     "cut in the payload": cut(2 * PAGE),

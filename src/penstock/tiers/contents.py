@@ -1,9 +1,10 @@
-"""Whole reads and writes of block files, and their checksums."""
+"""What is in a block file: written and read whole, with its checksums."""
 
 from __future__ import annotations
 
 import errno
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.tiers.format import (
@@ -32,13 +33,15 @@ CHUNK = 512 << 10
 def write_file(
     files: Files,
     descriptor: int,
-    model: bytes,
-    key: bytes,
+    blank: Header,
     payloads: Sequence[Payload],
     proceed: Callable[[], bool],
 ) -> bool:
-    """Fill a block file straight from the owner's memory; False if told to stop half-way."""
-    offset = header_size(len(key), len(payloads))
+    """Fill a block file straight from the owner's memory; False if told to stop half-way.
+
+    `blank` is the header but for the payloads, whose checksums are known last.
+    """
+    offset = header_size(len(blank.key), len(payloads))
     groups = []
     for payload in payloads:
         crc = 0
@@ -50,7 +53,7 @@ def write_file(
             _write_whole(files, descriptor, chunk, offset + start)
         offset += payload.data.nbytes
         groups.append(Group(payload.kind, payload.data.nbytes, crc))
-    _write_whole(files, descriptor, Header(model, key, tuple(groups)).encode(), 0)
+    _write_whole(files, descriptor, replace(blank, groups=tuple(groups)).encode(), 0)
     return True
 
 
@@ -74,13 +77,18 @@ def read_file(
     require_checksums(stated.groups, crcs)
 
 
-def check_file(files: Files, descriptor: int, name: str) -> None:
-    """Read a block file of any model; BadBlock if it is not what its name and header promise."""
+def read_header(files: Files, descriptor: int) -> Header:
+    """The header of a block file of any model; BadBlock if there is none."""
     start = bytearray(PAGE)
     _read_whole(files, descriptor, memoryview(start), 0)
     data = bytearray(stated_header_size(bytes(start)))
     _read_whole(files, descriptor, memoryview(data), 0)
-    header = decode(bytes(data))
+    return decode(bytes(data))
+
+
+def check_file(files: Files, descriptor: int, name: str) -> None:
+    """Read a block file of any model; BadBlock if it is not what its name and header promise."""
+    header = read_header(files, descriptor)
     if block_name(header.model, header.key) != name:
         raise BadBlock("it belongs to another key")
     actual = files.status_of(descriptor).st_size
