@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.tiers.contents import read_file, write_file
 from penstock.tiers.files import READ
 from penstock.tiers.format import (
     BadBlock,
@@ -27,7 +28,6 @@ from penstock.tiers.format import (
     model_digest,
 )
 from penstock.tiers.rates import Rate
-from penstock.tiers.contents import read_file, write_file
 from penstock.tiers.store import Outcome, Part, Store
 
 if TYPE_CHECKING:

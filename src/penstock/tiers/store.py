@@ -16,10 +16,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from penstock.tiers.contents import check_file, read_header
 from penstock.tiers.files import READ, Files
 from penstock.tiers.format import BadBlock, is_part, parse_block_name, part_name, space
 from penstock.tiers.index import Index
-from penstock.tiers.contents import check_file, read_header
 from penstock.tiers.usage import RECORD_NAME, locked
 
 if TYPE_CHECKING:

@@ -269,7 +269,7 @@ def test_no_fault_gives_a_wrong_payload_or_too_many_bytes() -> None:
 
 @pytest.mark.proof
 def test_no_fault_gives_a_wrong_payload_or_too_many_bytes_long() -> None:
-    run_machine(3000, 60)
+    run_machine(2000, 60)
     print(f"\n{Directory.rules_run} rules, faults struck: {sorted(Directory.struck)}")  # noqa: T201
 
 
