@@ -147,6 +147,9 @@ class CacheSettings:
             "0 keeps none",
         ),
     ] = "auto"
+    share: Annotated[
+        bool, Knob(parse_boolean, "let requests with different API keys find each other's KV")
+    ] = False
 
 
 # The dialects of `penstock.text.tools`, which is above this in the layers.
