@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel
@@ -64,10 +66,14 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     attention.register()
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
+    text = config.get_text_config()
+    # A vocabulary is read for a second; weights come in meanwhile, and graphs are captured.
+    helper = ThreadPoolExecutor(1, thread_name_prefix="vocabulary")
+    grammars = helper.submit(Grammars.from_folder, Path(spec.path), text.vocab_size)
+    helper.shutdown(wait=False)
     model = _load_model(spec, config, dtype, device, progress)
     kernels = kernels_for(device, dtype)
     kernels.adopt(model)
-    text = config.get_text_config()
     geometry = verify.probe(model, text)
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     window = _window(text, spec)
@@ -75,7 +81,6 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     slots = {layer: slot for slot, layer in enumerate(geometry)}
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
     runner = Runner(model, arena, kernels, _windows(text), slots)
-    grammars = Grammars.from_folder(Path(spec.path), text.vocab_size)
     executor = _executor(runner, grammars, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
@@ -133,17 +138,17 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
 
 
 def _executor(
-    runner: Runner, grammars: Grammars | None, spec: LoadSpec, window: int
+    runner: Runner, grammars: Future[Grammars | None], spec: LoadSpec, window: int
 ) -> Executor | CudaExecutor:
     """What runs plans on this device; graphs are captured here, before anything is measured."""
     if isinstance(runner.kernels, ReferenceKernels):
-        return Executor(runner, grammars)
+        return Executor(runner, grammars.result())
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.cuda_runner import CudaRunner
 
     on_device = CudaRunner(runner, spec.step_sequences, window)
     on_device.capture(spec.step_sequences)
-    return CudaExecutor(on_device, grammars)
+    return CudaExecutor(on_device, grammars.result())
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:
