@@ -118,9 +118,9 @@ def _server(home: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "penstock", "serve", "--model", MODEL, "--device", "cuda"]
     command += ["--port", str(PORT), "--memory", "90%"]
     log = (home / "server.log").open("w+b")
-    process = subprocess.Popen(
-        command, env={**os.environ, "PENSTOCK_HOME": str(home)}, stdout=log, stderr=log
-    )
+    # Compiled kernels are kept in the home too: the first start is one on a new machine.
+    own = {"PENSTOCK_HOME": str(home), "TRITON_CACHE_DIR": str(home / "triton")}
+    process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
     try:
         wait_until_ready(_URL, process)
         yield

@@ -27,7 +27,13 @@ from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
+from penstock.worker.meter import (
+    PrivateBytes,
+    copied_bytes,
+    device_overhead_bytes,
+    meter_for,
+    overhead_bytes,
+)
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
@@ -133,6 +139,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     )
     engine = GenerateEngine(bench, measured, ready)
     verify.compare_with_own_attention(model, engine, text)
+    known = weight_bytes + executor.graph_bytes + arena.committed_bytes
+    ready.device_overhead_bytes = device_overhead_bytes(device, known)
     ready.load_s = time.perf_counter() - started
     return engine
 

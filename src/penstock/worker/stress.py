@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.scheduler import StepLimits
 
-# Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
-# what came before, and pages are counted per processor and summed up now and then.
-_NOISE_BYTES = 4 << 20
+# Measuring is about this good. A heap grows by huge pages, what it hands out depends a little on
+# what came before, and pages are counted per processor and summed up now and then. Of a GPU torch
+# takes pieces of 20 MiB, and of 2 for small tensors: a step between two that were measured may
+# need one more of them, and what little a step leaves behind may hold another.
+_RAM_NOISE_BYTES = 4 << 20
+_GPU_NOISE_BYTES = 44 << 20
 _NOISE_SHARE = 0.05
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
@@ -165,6 +168,7 @@ class Stress:
     ) -> None:
         self._executor = executor
         self._noise_share = _ROUTED_SHARE if routes else _NOISE_SHARE
+        self._noise_bytes = _RAM_NOISE_BYTES if arena.in_ram else _GPU_NOISE_BYTES
         self._pool = pool
         self._meter = meter
         self._block_tokens = arena.layout.block_tokens
@@ -181,7 +185,7 @@ class Stress:
     def run(self, trial: Trial, vocabulary: int) -> Measured:
         """One step; its shape and what it may take, by one measurement."""
         shape, took = self.measure(trial, vocabulary)
-        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + _NOISE_BYTES)
+        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + self._noise_bytes)
         return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
 
     def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:
@@ -205,17 +209,19 @@ class Stress:
     def _plan(self, trial: Trial, vocabulary: int) -> Plan:
         plan = Plan()
         how = _DEMANDING if trial.demanding else _GREEDY
-        # One list for all decodes: the lists of a full batch would be memory of their own.
+        # One list for all decodes: the lists of a full batch would be memory of their own. All but
+        # one token are the prompt: penalties count the others on the host, one by one.
         ids = self._ids(trial, trial.decode_context, vocabulary)
+        prompt = ids[:-1] or ids
         for number in range(trial.decodes):
-            plan.decodes.append(Slice(self._sequence(number, ids, how), len(ids) - 1, 1))
+            plan.decodes.append(Slice(self._sequence(number, ids, prompt, how), len(ids) - 1, 1))
         if trial.chunk:
             ids = self._ids(trial, max(trial.context, trial.chunk), vocabulary)
-            sequence = self._sequence(trial.decodes, ids, how)
+            sequence = self._sequence(trial.decodes, ids, ids[:-1] or ids, how)
             plan.chunks.append(Slice(sequence, len(ids) - trial.chunk, trial.chunk))
         if trial.scored:
             ids = self._ids(trial, max(trial.scored_context, trial.scored), vocabulary)
-            sequence = self._sequence(trial.decodes + 1, ids, how, prompt_logprobs=_LOGPROBS)
+            sequence = self._sequence(trial.decodes + 1, ids, ids, how, prompt_logprobs=_LOGPROBS)
             sequence.scored = start = len(ids) - trial.scored
             plan.chunks.append(Slice(sequence, start, trial.scored))
         return plan
@@ -226,10 +232,13 @@ class Stress:
         return self._random.choices(range(vocabulary), k=count)
 
     def _sequence(
-        self, number: int, ids: list[int], how: Sampling, prompt_logprobs: int | None = None
+        self,
+        number: int,
+        ids: list[int],
+        prompt: list[int],
+        how: Sampling,
+        prompt_logprobs: int | None = None,
     ) -> Sequence:
-        # One token of prompt, unless it is to be scored: penalties see all that was generated.
-        prompt = ids if prompt_logprobs is not None else ids[:1]
         request = Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs)
         if how is _DEMANDING and self._executor.constrains:
             # Reasoning that may not be longer: every token but one is ruled out, by a mask.
