@@ -209,19 +209,17 @@ class Stress:
     def _plan(self, trial: Trial, vocabulary: int) -> Plan:
         plan = Plan()
         how = _DEMANDING if trial.demanding else _GREEDY
-        # One list for all decodes: the lists of a full batch would be memory of their own. All but
-        # one token are the prompt: penalties count the others on the host, one by one.
+        # One list for all decodes: the lists of a full batch would be memory of their own.
         ids = self._ids(trial, trial.decode_context, vocabulary)
-        prompt = ids[:-1] or ids
         for number in range(trial.decodes):
-            plan.decodes.append(Slice(self._sequence(number, ids, prompt, how), len(ids) - 1, 1))
+            plan.decodes.append(Slice(self._sequence(number, ids, how), len(ids) - 1, 1))
         if trial.chunk:
             ids = self._ids(trial, max(trial.context, trial.chunk), vocabulary)
-            sequence = self._sequence(trial.decodes, ids, ids[:-1] or ids, how)
+            sequence = self._sequence(trial.decodes, ids, how)
             plan.chunks.append(Slice(sequence, len(ids) - trial.chunk, trial.chunk))
         if trial.scored:
             ids = self._ids(trial, max(trial.scored_context, trial.scored), vocabulary)
-            sequence = self._sequence(trial.decodes + 1, ids, ids, how, prompt_logprobs=_LOGPROBS)
+            sequence = self._sequence(trial.decodes + 1, ids, how, prompt_logprobs=_LOGPROBS)
             sequence.scored = start = len(ids) - trial.scored
             plan.chunks.append(Slice(sequence, start, trial.scored))
         return plan
@@ -232,13 +230,10 @@ class Stress:
         return self._random.choices(range(vocabulary), k=count)
 
     def _sequence(
-        self,
-        number: int,
-        ids: list[int],
-        prompt: list[int],
-        how: Sampling,
-        prompt_logprobs: int | None = None,
+        self, number: int, ids: list[int], how: Sampling, prompt_logprobs: int | None = None
     ) -> Sequence:
+        # One token of prompt, unless it is to be scored: penalties see all that was generated.
+        prompt = ids if prompt_logprobs is not None else ids[:1]
         request = Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs)
         if how is _DEMANDING and self._executor.constrains:
             # Reasoning that may not be longer: every token but one is ruled out, by a mask.
