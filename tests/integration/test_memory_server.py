@@ -197,8 +197,8 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
     made in another thread counts too: a thread inherits the context."""
     readings: list[bool] = []
 
-    def watched(name: str) -> Any:
-        real = getattr(gauge, name)
+    def watched(owner: object, name: str) -> Any:
+        real = getattr(owner, name)
 
         def read(*arguments: Any) -> Any:
             readings.append(in_a_request.get())
@@ -213,12 +213,13 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
         await answer(self, exchange)
 
     for module, names in (
-        (pressure, ("read_ram", "read_process", "read_gpus")),
+        (pressure, ("read_ram", "read_gpus")),
+        (gauge.ProcessGauge, ("read",)),
         (residency, ("read_process", "read_gpus")),
         (run, ("read_ram", "read_gpus", "read_process")),
     ):
         for name in names:
-            monkeypatch.setattr(module, name, watched(name))
+            monkeypatch.setattr(module, name, watched(module, name))
     monkeypatch.setattr(App, "_dispatch", marked)
     with (
         # Loaded at the start: a load does read, whoever asked for it.

@@ -11,27 +11,26 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
-from penstock.memory.gauge import read_gpus, read_process, read_ram
+from penstock.memory.gauge import ProcessGauge, read_gpus, read_ram
 from penstock.memory.governor import Act, Events, Governor, Readings
 from penstock.memory.slack import NOISE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.memory.baseline import Baseline
-    from penstock.memory.gauge import GpuReading, ProcessReading
+    from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
     from penstock.server.model import Model
     from penstock.server.residency import Residency
     from penstock.server.supervisor import Supervisor
 
-REST_S = 2.0  # between two readings of processes that do nothing
+REST_S = 2.0  # without a request: what a model keeps for its next step is others' meanwhile
 _libc = ctypes.CDLL(None)
 
 
@@ -60,10 +59,7 @@ class _Watch:
     reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
     _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
-    _latest: Mapping[str, ProcessReading] = field(default_factory=dict)
-    _pids: dict[str, int | None] = field(default_factory=dict)  # of the latest
-    _read_at: float = 0.0
-    _reconciled: Mapping[str, ProcessReading] | None = None
+    _gauges: dict[str, ProcessGauge] = field(default_factory=dict)
 
     def busy(self) -> bool:
         """Whether memory may be moving."""
@@ -75,20 +71,19 @@ class _Watch:
         )
 
     def read(self) -> Readings:
-        """All figures; in a thread. Only copies of the server's own tables are looked at.
-
-        Reading a process walks all of its pages; while nothing runs, that is done more seldom than
-        looking at what others use.
-        """
+        """All figures; in a thread. Only copies of the server's own tables are looked at."""
         pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
         pids |= {owner_of(name): pid for name, pid in self.residency.workers().items()}
-        now = time.monotonic()
-        if self.busy() or pids != self._pids or now - self._read_at >= REST_S:
-            found = {owner: read_process(pid) for owner, pid in pids.items() if pid is not None}
-            self._latest = {owner: reading for owner, reading in found.items() if reading}
-            self._pids, self._read_at = pids, now
+        known = self._gauges
+        self._gauges = {
+            owner: known[owner] if owner in known and known[owner].pid == pid else ProcessGauge(pid)
+            for owner, pid in pids.items()
+            if pid is not None
+        }
+        found = {owner: gauge.read() for owner, gauge in self._gauges.items()}
+        processes = {owner: reading for owner, reading in found.items() if reading}
         gpus = read_gpus()
-        return Readings(read_ram(), gpus, self._latest, self._gpu_own(gpus))
+        return Readings(read_ram(), gpus, processes, self._gpu_own(gpus))
 
     def _gpu_own(self, gpus: Sequence[GpuReading]) -> dict[str, int]:
         """Ours on each GPU: what the driver says of our workers, those that load among them.
@@ -114,9 +109,6 @@ class _Watch:
     def reconcile(self, readings: Readings) -> None:
         """Let the books follow what was read; a surprise is an event."""
         processes = readings.processes
-        if processes is self._reconciled:
-            return
-        self._reconciled = processes
         if (server := processes.get("server")) is not None:
             # What requests hold is booked of its own.
             size = max(server.anonymous_bytes - self.requests.used_bytes, 0)

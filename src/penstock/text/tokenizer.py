@@ -17,10 +17,12 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 from tokenizers import Encoding
@@ -38,14 +40,15 @@ from penstock.text.seams import (
     pieces,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 # Threads of the library's pool, which takes batches of two texts or more. Not one for every core:
 # even an idle-only thread delays the waking of a step's thread on its core.
 _WIDTH = max(1, min(4, (os.cpu_count() or 1) // 2))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("RAYON_NUM_THREADS", str(_WIDTH))
+
+# Between two pieces of a long text while a step wants all cores. The kernel gives even an idle-only
+# thread its tick of 4 ms now and then; a step of 40 ms should meet one or two, not ten in a row.
+_REST_S = 0.010
 
 # Threads that wait for the pool, or encode a short text themselves.
 LONG_TEXT_CHARS = 64 * 1024
@@ -136,6 +139,8 @@ class Tokenizer:
             # The pool takes nothing less than two.
             for encoding in self._encodings([*batch, ""], add_special_tokens and not cut)[:-1]:
                 ids += encoding.ids
+            if _crowded():
+                time.sleep(_REST_S)
         return self._surrounded(ids) if cut and add_special_tokens else ids
 
     async def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -204,6 +209,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """What one token adds to a text, with U+FFFD for what is only part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _crowded() -> bool:
+    """Whether more threads want a core than there are cores."""
+    try:
+        figures = Path("/proc/loadavg").read_text()  # 0.20 0.18 0.12 running/all last
+    except OSError:
+        return False
+    return int(figures.split()[3].partition("/")[0]) > (os.cpu_count() or 1)
 
 
 @cache

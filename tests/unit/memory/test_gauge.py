@@ -9,6 +9,7 @@ from penstock.errors import BadRequest
 from penstock.memory.gauge import (
     GpuReading,
     GroupReading,
+    ProcessGauge,
     RamReading,
     read_gpus,
     read_process,
@@ -94,6 +95,45 @@ def test_our_own_process_has_private_memory() -> None:
     assert after.private_bytes - before.private_bytes > 30 << 20
     assert len(ballast) == 32 << 20
     assert after.private_bytes <= after.proportional_bytes <= after.resident_bytes
+
+
+def test_between_walks_the_counters_tell_how_a_process_has_grown(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.010  # a walk takes ten milliseconds
+        return now[0]
+
+    def put_figures(private_kib: int, counted_kib: int) -> None:
+        names = ("Rss", "Pss", "Anonymous", "Private_Dirty", "Private_Clean", "Pss_Anon")
+        (folder / "smaps_rollup").write_text("".join(f"{n}: {private_kib} kB\n" for n in names))
+        (folder / "status").write_text(f"RssAnon: {counted_kib} kB\nRssShmem: 4 kB\n")
+
+    folder = tmp_path / "7"
+    folder.mkdir()
+    gauge = ProcessGauge(7, tmp_path, clock)
+    put_figures(private_kib=100, counted_kib=300)
+    assert (reading := gauge.read()) is not None
+    assert reading.anonymous_bytes == 100 << 10
+    put_figures(private_kib=90, counted_kib=340)  # 10 of them are shared by now
+    assert (reading := gauge.read()) is not None
+    assert reading.anonymous_bytes == reading.unbacked_bytes == 140 << 10
+    now[0] += 0.99
+    assert (reading := gauge.read()) is not None
+    assert reading.anonymous_bytes == 90 << 10
+    (folder / "status").unlink()
+    assert gauge.read() is None
+
+
+def test_a_gauge_follows_our_own_process() -> None:
+    gauge = ProcessGauge(os.getpid())
+    before = gauge.read()
+    ballast = bytearray(os.urandom(1) * (32 << 20))
+    after = gauge.read()
+    assert before is not None
+    assert after is not None
+    assert after.anonymous_bytes - before.anonymous_bytes > 30 << 20
+    assert len(ballast) == 32 << 20
 
 
 @pytest.mark.parametrize(

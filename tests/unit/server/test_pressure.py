@@ -45,8 +45,7 @@ def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
         )
 
         grown = {"server": 140 * MIB, "template": 200 * MIB}
-        watch.reconcile(first := readings(**grown))
-        watch.reconcile(first)  # nothing was read anew
+        watch.reconcile(readings(**grown))
         watch.reconcile(readings(**grown))
         assert asked == [40 * MIB, 40 * MIB]
         assert [row["event"] for row in events.rows()] == ["drift"]
