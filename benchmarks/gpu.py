@@ -117,7 +117,7 @@ def _server(home: Path) -> Iterator[None]:
     """Ready at the beginning of the block, ended at its end."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", MODEL, "--device", "cuda"]
     command += ["--port", str(PORT), "--memory", "90%"]
-    log = (home / "server.log").open("w+b")
+    log = (home / "server.log").open("wb")
     # Compiled kernels are kept in the home too: the first start is one on a new machine.
     own = {"PENSTOCK_HOME": str(home), "TRITON_CACHE_DIR": str(home / "triton")}
     process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
@@ -127,10 +127,11 @@ def _server(home: Path) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(60)
-        log.seek(0)
-        lines = log.read().decode(errors="replace").splitlines()
-        print("\n".join(line for line in lines if " is ready on " in line), flush=True)
         log.close()
+        for file in (home / "server.log", *(home / "logs").glob("*.log")):
+            lines = file.read_text(errors="replace").splitlines()
+            told = [line for line in lines if " is ready on " in line or "profile took" in line]
+            print("\n".join(told), flush=True)
 
 
 if __name__ == "__main__":

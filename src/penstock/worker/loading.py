@@ -7,6 +7,7 @@ are missing, layers that never reach our attention, or logits that differ from t
 from __future__ import annotations
 
 import json
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from penstock.worker.engine.cuda_executor import CudaExecutor
 
     Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
 # A chunk is shortened at the end of a long context, so that no step takes much longer than others.
@@ -112,7 +115,9 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
     progress("profile", 0, 1)
+    begun = time.perf_counter()
     measured = profile(bench)
+    log.info("the profile took %.1f s", time.perf_counter() - begun)
     progress("profile", 1, 1)
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
     in_ram, weight_bytes = arena.in_ram, _bytes_held(model)

@@ -168,6 +168,7 @@ class Stress:
     ) -> None:
         self._executor = executor
         self._noise_share = _ROUTED_SHARE if routes else _NOISE_SHARE
+        self._in_ram = arena.in_ram
         self._noise_bytes = _RAM_NOISE_BYTES if arena.in_ram else _GPU_NOISE_BYTES
         self._pool = pool
         self._meter = meter
@@ -232,8 +233,10 @@ class Stress:
     def _sequence(
         self, number: int, ids: list[int], how: Sampling, prompt_logprobs: int | None = None
     ) -> Sequence:
-        # One token of prompt, unless it is to be scored: penalties see all that was generated.
-        prompt = ids if prompt_logprobs is not None else ids[:1]
+        # One token of prompt, unless it is to be scored: penalties see all that was generated. It
+        # is the host that looks at it, which for a GPU takes time and nothing that is measured.
+        generated = self._in_ram and prompt_logprobs is None
+        prompt = ids[:1] if generated else ids
         request = Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs)
         if how is _DEMANDING and self._executor.constrains:
             # Reasoning that may not be longer: every token but one is ruled out, by a mask.
