@@ -87,6 +87,7 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     priority: int = 0
     grammar: str | None = None  # what the answer must match, as llguidance reads it
     thinking: Thinking | None = None
+    salt: bytes = b""  # requests with another one never find this one's KV
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -161,6 +162,7 @@ class Output(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish: Finish | None = None
     failure: Failure | None = None  # with Finish.ERROR
+    reused: int = 0  # with the first token: prompt tokens that were found computed
 
 
 class Status(msgspec.Struct):
@@ -176,6 +178,10 @@ class Status(msgspec.Struct):
     host_s: float  # the part of it in which the device had nothing to do
     preemptions: int  # since start
     steps: int  # since start
+    blocks_kept: int = 0  # of the free ones: computed, and found again by their tokens
+    evictions: int = 0  # of such, since start
+    prompt_tokens: int = 0  # of requests that have begun, since start
+    reused_tokens: int = 0  # of those, found computed
     private_bytes: int = 0  # of this process, when last read
     kv_committed_bytes: int = 0  # memory behind the arena
     predicted_bytes: int = 0  # of the largest step since allocators' caches were last dropped

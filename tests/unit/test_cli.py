@@ -12,6 +12,7 @@ import pytest
 
 from penstock import cli
 from penstock.testing.fake_server import FakeServer, add_model, serving
+from penstock.tiers import DiskTier, Payload, Quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,3 +167,40 @@ def test_the_command_imports_little_before_it_knows_its_work() -> None:
         " != [])"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_cache_stats_verify_and_clear(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "kv"))
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "1GiB")
+    found = as_json(capsys, "cache", "stats")
+    assert found["models"] == [] and found["free_bytes"] > 0
+    assert not (tmp_path / "kv").exists(), "looking makes nothing"
+    tier = DiskTier(tmp_path / "kv", Quota(1 << 30), "fingerprint", label="SmolLM2")
+    for number in range(3):
+        tier.save(bytes([number]), [Payload("attention", bytes(1000))])
+    (tmp_path / "kv" / "note.txt").write_text("mine")
+    found = as_json(capsys, "cache", "stats")
+    [model] = found["models"]
+    assert (model["model"], model["files"], model["bytes"]) == ("SmolLM2", 3, 3 * 5096)
+    assert found["quota_bytes"] == 1 << 30 and found["held_bytes"] == 8 * 4096
+    printed = run(capsys, "cache", "stats")
+    assert "of at most 1.0 GiB" in printed and "SmolLM2" in printed
+    assert "3 files" in run(capsys, "cache", "verify")
+
+    damaged = min((tmp_path / "kv").glob("*.kv"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert cli.main(["cache", "verify"]) == 1
+    printed = capsys.readouterr().out
+    assert f"{damaged.name} is damaged" in printed and "1 of them removed" in printed
+    assert as_json(capsys, "cache", "clear") == {"files": 2, "bytes": 2 * 5096}
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["note.txt", "usage"]
+
+
+def test_an_unusable_cache_directory_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "file"))
+    assert "cache.dir" in run(capsys, "cache", "clear", code=1)

@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("prompt", nargs="?", help="ask this one thing and leave")
 
     _add_bench(commands)
+    _add_cache(commands)
 
     doctor = _command(
         commands, "doctor", "doctor:doctor", "show every setting and memory number, and its origin"
@@ -104,6 +105,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--input", metavar="N", type=_positive, default=512, help="tokens in (512)")
     serve.add_argument("--output", metavar="N", type=_positive, default=128, help="out (128)")
     serve.add_argument("--temperature", metavar="T", type=float, default=0.0, help="greedy if 0")
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cache = commands.add_parser("cache", help="show, check or empty the KV kept on disk")
+    acts = cache.add_subparsers(title="what to do", metavar="ACT", required=True)
+    _command(acts, "stats", "cache:stats", "show how much is kept, for each model")
+    _command(acts, "verify", "cache:verify", "read every file and remove the damaged ones")
+    _command(acts, "clear", "cache:clear", "remove all of it; a running server goes on")
 
 
 def _size(text: str) -> int:

@@ -139,6 +139,17 @@ class CacheSettings:
     """`[cache]`: KV kept beyond a request."""
 
     dir: Annotated[Path, Knob(parse_path, "where cached KV is kept")]
+    size: Annotated[
+        str,
+        Knob(
+            parse_limit,
+            "disk for it, over all models: a size, a percentage of what is free, or auto for 10%; "
+            "0 keeps none",
+        ),
+    ] = "auto"
+    share: Annotated[
+        bool, Knob(parse_boolean, "let requests with different API keys find each other's KV")
+    ] = False
 
 
 # The dialects of `penstock.text.tools`, which is above this in the layers.

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from penstock.config import ServerSettings
     from penstock.server.api.services import Services
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class App:
         settings = services.config.server
         self._services = services
         self._closing = closing
-        self._door = _Door(settings.host, settings.api_keys, settings.hosts, settings.cors_origins)
+        self._door = _Door(settings, share_kv=services.config.cache.share)
         self._routes = [
             (Route(path, _unused, methods=[method]), endpoint)
             for method, path, endpoint in _ENDPOINTS
@@ -208,13 +209,13 @@ class _Door:
     (DNS rebinding) or as a form. Where no key stands in the way, the Host and Origin headers must.
     """
 
-    def __init__(
-        self, host: str, keys: tuple[str, ...], hosts: tuple[str, ...], origins: tuple[str, ...]
-    ) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-        self._guard_names = is_loopback(host) and not keys
-        self._names = {*_LOOPBACK_NAMES, host, *(name.lower() for name in hosts)}
-        self._origins = set(origins)
+    def __init__(self, settings: ServerSettings, *, share_kv: bool) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._share_kv = share_kv
+        self._guard_names = is_loopback(settings.host) and not settings.api_keys
+        further = (name.lower() for name in settings.hosts)
+        self._names = {*_LOOPBACK_NAMES, settings.host, *further}
+        self._origins = set(settings.cors_origins)
 
     def check_host(self, exchange: Exchange) -> None:
         """Refuse a Host or Origin that is not ours."""
@@ -251,7 +252,11 @@ class _Door:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise Unauthorized("The API key is not one of this server's.")
-        exchange.caller = f"key {matches.index(True) + 1}"
+        number = matches.index(True)
+        exchange.caller = f"key {number + 1}"
+        if not self._share_kv:
+            # Of the key itself, so that KV on disk is found again whatever the order of keys.
+            exchange.salt = sha256(b"kv" + self._digests[number]).digest()
 
 
 def _hostname(address: str) -> str | None:

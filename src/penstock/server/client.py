@@ -230,4 +230,5 @@ def _merged(first: Output, then: Output) -> Output:
         first.prompt_logprobs = [] if first.prompt_logprobs is None else first.prompt_logprobs
         first.prompt_logprobs += then.prompt_logprobs
     first.finish = then.finish
+    first.reused = first.reused or then.reused
     return first

@@ -117,6 +117,11 @@ _GAUGES = (
     ("waiting", "penstock_waiting", "Requests that wait for the batch."),
     ("blocks_total", "penstock_kv_blocks", "KV blocks that there are."),
     ("blocks_free", "penstock_kv_blocks_free", "KV blocks that are free."),
+    (
+        "blocks_kept",
+        "penstock_kv_blocks_kept",
+        "Free KV blocks whose tokens are known, so that a prompt that begins with them is spared.",
+    ),
     ("block_tokens", "penstock_kv_block_tokens", "Tokens in a KV block."),
     ("step_s", "penstock_step_seconds", "Duration of the latest step."),
     ("host_s", "penstock_step_host_seconds", "The part of it without work for the device."),
@@ -131,6 +136,9 @@ _GAUGES = (
     ("private_bytes", "penstock_worker_private_bytes", "The worker's private memory."),
 )
 _COUNTERS = (
+    ("prompt_tokens", "penstock_kv_prompt_tokens", "Prompt tokens of requests that have begun."),
+    ("reused_tokens", "penstock_kv_reused_tokens", "Of those, found in the KV cache."),
+    ("evictions", "penstock_kv_evictions", "Known KV blocks that were given up for others."),
     ("steps", "penstock_steps", "Steps since the model was loaded."),
     ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
     ("exhausted", "penstock_steps_exhausted", "Steps that ran out of memory and were taken back."),

@@ -52,6 +52,7 @@ class Exchange:
     closing: asyncio.Event  # set when answers still running must end now
     patience_s: float = 300.0  # with a client that takes nothing of what it is sent
     caller: str = ""  # which API key was used; requests are fair between them
+    salt: bytes = b""  # requests with another one never find this one's KV
     style: ErrorStyle = OPENAI  # the protocol in which it is refused
     # How a stream that has begun says that it failed, where the protocol needs more than an event.
     failing: Callable[[PenstockError], bytes] | None = None

@@ -143,6 +143,7 @@ class Origin(Protocol):
     """Whose request it is: an exchange, or what is left of one in the background."""
 
     caller: str
+    salt: bytes
     share: Share
     started: float
     record: dict[str, object]
@@ -158,8 +159,10 @@ class Generation:
         self._services = services
         self._job = job
         self._caller = origin.caller
+        self._salt = origin.salt
         self._door = FrontDoor(services, job.card, origin.share, job.prompt_field)
         self._logprob_bytes = 0  # booked
+        self._reused: dict[int, int] = {}  # tokens of each prompt that were not computed for it
         self._deadline = origin.started + services.config.server.queue_deadline_s
 
     async def run(self, sink: Sink) -> None:
@@ -177,6 +180,7 @@ class Generation:
                 if losses > 1 or not sink.restart():
                     raise
                 self.usage.completion_tokens = self.usage.reasoning_tokens = 0
+                self._reused.clear()
             except ContextTooLong as error:
                 # The worker has less KV than when the request was let in; if that is not all there
                 # can ever be, it waits for more.
@@ -261,6 +265,7 @@ class Generation:
             priority=job.fields.priority or 0,
             grammar=job.form.grammar,
             thinking=job.form.thinking,
+            salt=self._salt,
         )
 
     async def _choice(
@@ -283,6 +288,8 @@ class Generation:
                 prompt_logprobs += output.prompt_logprobs or []
                 if not output.tokens and output.finish is None:
                     continue
+                if last_token is None:
+                    self._count_reused(index // job.n, output.reused)
                 piece = Piece(index, prompt_logprobs=prompt_logprobs or None)
                 prompt_logprobs = []
                 if job.max_tokens == 0:
@@ -297,6 +304,11 @@ class Generation:
                 sink.put(piece)
                 if piece.finish is not None:
                     return
+
+    def _count_reused(self, prompt: int, tokens: int) -> None:
+        """Of several answers to one prompt, the one that found least has computed the rest."""
+        self._reused[prompt] = min(tokens, self._reused.get(prompt, tokens))
+        self.usage.cached_tokens = sum(self._reused.values())
 
     def _count(self, tokens: int, last_token: float | None) -> float | None:
         """Note new tokens of a choice; returns when its last one came."""

@@ -146,6 +146,7 @@ class _Detached:
     """Who asked for a response that is made in the background, once the client has gone."""
 
     caller: str
+    salt: bytes
     share: Share
     started: float = field(default_factory=time.monotonic)
     record: dict[str, object] = field(default_factory=dict)
@@ -180,7 +181,7 @@ class Responses:
             )
         share = services.requests.share()
         share.grow_now(exchange.share.size)
-        origin = _Detached(exchange.caller, share)
+        origin = _Detached(exchange.caller, exchange.salt, share)
         answer.body["status"] = "queued"
         await answer.save(finished=False)
         task = asyncio.ensure_future(_make(origin, services, answer))

@@ -70,6 +70,8 @@ class GenerateEngine:
         self._exhausted = 0
         self._steps = 0
         self._step_tokens = 0
+        self._prompt_tokens = 0
+        self._reused_tokens = 0
         self._step_s = 0.0
         self._host_s = 0.0
         self._device_s = 0.0
@@ -167,13 +169,17 @@ class GenerateEngine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             blocks_total=self._pool.capacity,
-            blocks_free=self._pool.free,
+            blocks_free=self._scheduler.cache.free,
             block_tokens=self._block_tokens,
             step_tokens=self._step_tokens,
             step_s=self._step_s,
             host_s=self._host_s,
             preemptions=self._scheduler.preemptions,
             steps=self._steps,
+            blocks_kept=self._scheduler.cache.kept,
+            evictions=self._scheduler.cache.evicted,
+            prompt_tokens=self._prompt_tokens,
+            reused_tokens=self._reused_tokens,
             private_bytes=self._memory.private_bytes(),
             kv_committed_bytes=self._arena.committed_bytes,
             predicted_bytes=self._memory.predicted_bytes,
@@ -200,7 +206,8 @@ class GenerateEngine:
         assert not self._scheduler.has_work(), "scoring shares the pool with nobody"
         request = Submit(_PROBE_ID, tokens, 1, Sampling(temperature=0), prompt_logprobs=0)
         sequence = Sequence(request, 0)
-        sequence.blocks = self._pool.take(-(-len(tokens) // self._block_tokens))
+        cache = self._scheduler.cache
+        sequence.blocks = cache.take(-(-len(tokens) // self._block_tokens))
         rows = []
         try:
             for start in range(0, len(tokens), chunk):
@@ -209,7 +216,7 @@ class GenerateEngine:
                 plan = Plan(decodes=[piece]) if piece.count == 1 else Plan(chunks=[piece])
                 rows.append(self._executor.logits(plan))
         finally:
-            self._pool.give(sequence.blocks)
+            cache.give(sequence.blocks)
         return torch.cat(rows)
 
     def check(self) -> None:
@@ -331,6 +338,7 @@ class GenerateEngine:
         now = time.perf_counter()
         self._step_s, self._landed_at = now - max(self._landed_at, begun), now
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
+        self._count_reused(plan, result.outputs)
         for number, how in finished.items():
             result.outputs[number].finish = how
             self._executor.forget(number)
@@ -346,6 +354,14 @@ class GenerateEngine:
         self._host_s = max(0.0, self._step_s - result.forward_s)
         self._device_s += result.forward_s
         return [output for output in result.outputs.values() if output.id not in gone]
+
+    def _count_reused(self, plan: Plan, outputs: dict[int, Output]) -> None:
+        for piece in plan.slices:
+            sequence = piece.sequence
+            if piece.end == sequence.prompt_tokens and sequence.id in outputs:  # its first token
+                outputs[sequence.id].reused = sequence.reused
+                self._prompt_tokens += sequence.prompt_tokens
+                self._reused_tokens += sequence.reused
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""

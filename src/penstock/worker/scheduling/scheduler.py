@@ -5,6 +5,10 @@ tokens, and the oldest sequence is never asked to give way. The first makes pref
 chunking and recomputation one case; the second guarantees progress, because whatever is admitted
 fits the pool when it is alone there.
 
+KV that exists is not computed again: a sequence begins with the blocks that are known for its
+first tokens, and lets an older one that is computing the same beginning go ahead. A sequence that
+gave way finds its own again, unless somebody needed the room.
+
 Two things bound a step beside its limits. The pool of blocks: a sequence joins when the batch is
 expected to fit at its highest, and the youngest gives its blocks back when that was wrong. And the
 gate, which knows what a step costs: chunks shrink, then the youngest sit a step out.
@@ -17,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.wire import Finish, Reserve
+from penstock.worker.kv.prefix import Chain, PrefixCache, root_key
 from penstock.worker.scheduling.gate import StepShape
 from penstock.worker.scheduling.lengths import OutputLengths, future_peak_blocks
 from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
@@ -110,7 +115,12 @@ class Scheduler:
     """Plans steps over a pool of blocks and takes their results back."""
 
     def __init__(
-        self, pool: BlockPool, limits: StepLimits, pacer: StepPacer, gate: Gate | None = None
+        self,
+        pool: BlockPool,
+        limits: StepLimits,
+        pacer: StepPacer,
+        gate: Gate | None = None,
+        fingerprint: bytes = b"",  # of the weights: what KV is a function of, beside the tokens
     ) -> None:
         if limits.tokens <= limits.sequences:
             raise ValueError(
@@ -122,7 +132,8 @@ class Scheduler:
                 f"{limits.logit_rows} rows of logits leave none for prompt log-probabilities "
                 f"beside {limits.sequences} sequences that sample"
             )
-        self._pool = pool
+        self.cache = PrefixCache(pool)
+        self._fingerprint = fingerprint
         self._limits = limits
         self._pacer = pacer
         self._gate = gate
@@ -148,7 +159,7 @@ class Scheduler:
 
     def most_tokens(self) -> int:
         """The longest sequence that can ever run here."""
-        return self._pool.capacity * self._limits.block_tokens
+        return self.cache.capacity * self._limits.block_tokens
 
     def least_blocks(self) -> int:
         """The smallest pool in which all that was taken in can still end, one after the other."""
@@ -164,7 +175,10 @@ class Scheduler:
         assert request.prompt, "an empty prompt has no row to sample from"
         assert len(request.prompt) + request.max_tokens <= self.most_tokens(), "can never fit"
         self._arrivals += 1
-        self._waiting.append(Sequence(request, self._arrivals))
+        sequence = Sequence(request, self._arrivals)
+        root = root_key(self._fingerprint, request.salt)
+        sequence.chain = Chain(root, sequence.tokens, self._limits.block_tokens)
+        self._waiting.append(sequence)
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request and free its blocks; whether it was known."""
@@ -199,6 +213,7 @@ class Scheduler:
         for piece in plan.slices:
             samples = piece.samples
             piece.sequence.computed = piece.end
+            self._make_known(piece.sequence)
             if samples:
                 piece.sequence.tokens.append(UNKNOWN)
 
@@ -212,6 +227,7 @@ class Scheduler:
                 continue
             token = sampled[sequence.id]
             sequence.tokens[piece.end] = token
+            self._make_known(sequence)
             if end := _finish(sequence, token, piece.end + 1 - sequence.prompt_tokens):
                 finished[sequence.id] = end
                 del sequence.tokens[piece.end + 1 :]
@@ -221,11 +237,13 @@ class Scheduler:
 
     def shrink(self) -> None:
         """Have the youngest give way until what is held fits the pool's limit."""
-        while self._pool.taken > self._pool.capacity and len(self._running) > 1:
+        while self.cache.held > self.cache.capacity and len(self._running) > 1:
             self._preempt(self._running[-1], Plan())
+        self.cache.shrink()
 
     def rename(self, moves: dict[int, int]) -> None:
         """Blocks have been copied elsewhere: old number to new."""
+        self.cache.rename(moves)
         for sequence in self._running:
             sequence.blocks = [moves.get(block, block) for block in sequence.blocks]
 
@@ -237,11 +255,8 @@ class Scheduler:
         return ids
 
     def check(self) -> None:
-        """Blocks and lists agree: nothing leaked, nothing shared, order kept."""
-        self._pool.check()
-        held = [block for sequence in self._running for block in sequence.blocks]
-        assert len(held) == len(set(held)), "two sequences share a block"
-        assert len(held) == self._pool.taken, "a block has no owner"
+        """Blocks and lists agree: nothing leaked, nothing that is shared is written, order kept."""
+        self.cache.check(block for sequence in self._running for block in sequence.blocks)
         assert not any(sequence.blocks for sequence in self._waiting), "a waiting one holds blocks"
         # First come, first served, and the youngest gives way: so this one order holds throughout.
         arrivals = [sequence.arrival for sequence in (*self._running, *self._waiting)]
@@ -249,6 +264,8 @@ class Scheduler:
         for sequence in self._running:
             room = len(sequence.blocks) * self._limits.block_tokens
             assert sequence.computed <= room, "computed tokens without a block"
+            to_write = sequence.blocks[sequence.computed // self._limits.block_tokens :]
+            assert not any(map(self.cache.is_known, to_write)), "a known block would be written"
 
     def _most_decodes(self, budget: int) -> int:
         """How many rows of decodes the step has room for, the oldest first."""
@@ -283,6 +300,8 @@ class Scheduler:
             budget -= self._plan_chunk(self._running[-1], budget, plan)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        if self._catch_up(sequence):
+            return 0
         count = min(sequence.pending, budget)
         count = min(count, max(FLOOR_TOKENS, self._limits.pairs // (sequence.computed + count)))
         if sequence.wants_prompt_logits:
@@ -322,20 +341,33 @@ class Scheduler:
         sequence = self._waiting[0]
         if sequence.tokens[-1] == UNKNOWN:
             return False  # gave way with a token on its way: the next step knows it
-        if self._blocks_for(len(sequence.tokens)) > self._pool.free:
+        found = self._find(sequence)
+        held = sum(map(self.cache.is_held, found))
+        if self._blocks_for(len(sequence.tokens)) - held > self.cache.free:
             return False
-        if self._running and not self._fits_to_the_end(sequence):
+        if self._running and not self._fits_to_the_end(sequence, held):
             return False
-        # Taking may fail, when memory does: the sequence still waits then.
-        sequence.blocks = self._pool.take(self._blocks_for(len(sequence.tokens)))
+        for block in found:
+            self.cache.share(block)
+        try:
+            new = self.cache.take(self._blocks_for(len(sequence.tokens)) - len(found))
+        except BaseException:  # when memory fails: the sequence still waits then
+            self.cache.give(found)
+            raise
+        sequence.blocks = found + new
+        self._reuse(sequence, len(found))
         self._running.append(self._waiting.popleft())
         return True
 
-    def _fits_to_the_end(self, newcomer: Sequence) -> bool:
-        """Whether the batch with the newcomer fits the pool at its highest."""
+    def _fits_to_the_end(self, newcomer: Sequence, shared: int) -> bool:
+        """Whether the batch with the newcomer, who shares so many blocks, fits at its highest."""
         batch = (*self._running, newcomer)
+        # Blocks with several holders are there once. Who leaves takes no more of them away than
+        # it stands for in the sums below.
+        capacity = self.cache.capacity + shared - self.cache.held
+        capacity += sum(len(sequence.blocks) for sequence in self._running)
         # Whatever they come to: enough in itself, and all that counts without trust in lengths.
-        if sum(self._blocks_for(s.most_tokens) for s in batch) <= self._pool.capacity:
+        if sum(self._blocks_for(s.most_tokens) for s in batch) <= capacity:
             return True
         if self._limits.reserve is Reserve.WORST_CASE:
             return False
@@ -344,26 +376,88 @@ class Scheduler:
             left = sequence.most_tokens - len(sequence.tokens)
             to_come = min(left, int(self.lengths.remaining(sequence.generated)))
             expected.append((len(sequence.tokens), to_come))
-        return future_peak_blocks(expected, self._limits.block_tokens) <= self._pool.capacity
+        return future_peak_blocks(expected, self._limits.block_tokens) <= capacity
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """The known blocks of its first tokens."""
+        found: list[int] = []
+        while (block := self._known(sequence, len(found))) is not None:
+            found.append(block)
+        return found
+
+    def _known(self, sequence: Sequence, index: int) -> int | None:
+        """The known block that could be the sequence's at an index."""
+        chain = sequence.chain
+        # The last token is computed in any case: its row gives the next one.
+        last = (len(sequence.tokens) - 1) // self._limits.block_tokens
+        if chain is None or sequence.wants_prompt_logits or index >= last:
+            return None
+        return self.cache.find(chain.key(index))
+
+    def _catch_up(self, sequence: Sequence) -> bool:
+        """Use what others have computed by now; whether an older one is at the next block."""
+        while sequence.computed % self._limits.block_tokens == 0:
+            index = sequence.computed // self._limits.block_tokens
+            block = self._known(sequence, index)
+            if block is None:
+                return self._is_coming(sequence, index)
+            self.cache.share(block)
+            self.cache.give([sequence.blocks[index]])
+            sequence.blocks[index] = block
+            self._reuse(sequence, index + 1)
+        return False
+
+    def _is_coming(self, sequence: Sequence, index: int) -> bool:
+        """Whether an older sequence is about to compute the same block."""
+        end = (index + 1) * self._limits.block_tokens
+        chain = sequence.chain
+        if chain is None or sequence.wants_prompt_logits or end >= len(sequence.tokens):
+            return False
+        for other in self._running:
+            if other is sequence:
+                break
+            ahead = not other.decoding and other.computed < end < len(other.tokens)
+            if ahead and other.chain is not None and other.chain.key(index) == chain.key(index):
+                return True
+        return False
+
+    def _reuse(self, sequence: Sequence, blocks: int) -> None:
+        """The first blocks of a sequence are computed and known."""
+        sequence.known = blocks
+        sequence.computed = blocks * self._limits.block_tokens
+        if not sequence.preempted:  # what it had computed itself is not counted
+            sequence.reused = sequence.computed
+
+    def _make_known(self, sequence: Sequence) -> None:
+        """Let others find the blocks that are full and whose tokens are here."""
+        size = self._limits.block_tokens
+        if sequence.chain is None:
+            return
+        while (end := (sequence.known + 1) * size) <= sequence.computed:
+            if sequence.tokens[end - 1] == UNKNOWN:
+                return
+            block = sequence.blocks[sequence.known]
+            self.cache.know(block, sequence.chain.key(sequence.known))
+            sequence.known += 1
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Blocks for `count` more tokens, taken from younger sequences if need be."""
         missing = self._blocks_for(sequence.computed + count) - len(sequence.blocks)
         if missing <= 0:
             return True
-        while self._pool.free < missing:
+        while self.cache.free < missing:
             youngest = self._running[-1]
             self._preempt(youngest, plan)
             if youngest is sequence:
                 return False
-        sequence.blocks += self._pool.take(missing)
+        sequence.blocks += self.cache.take(missing)
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Take a sequence's blocks; its KV is computed again when there is room."""
+        """Take a sequence's blocks; what nobody needs is found again, the rest computed again."""
         self._running.remove(sequence)
         self._free(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.known = 0
         sequence.preempted += 1
         self.preemptions += 1
         self._waiting.appendleft(sequence)
@@ -385,7 +479,7 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self._pool.give(sequence.blocks)
+        self.cache.give(sequence.blocks)
         sequence.blocks = []
 
     def _blocks_for(self, tokens: int) -> int:

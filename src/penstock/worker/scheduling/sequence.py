@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.wire import Submit
+    from penstock.worker.kv.prefix import Chain
 
 # A token that has been sampled and is still on its way here from the device.
 UNKNOWN = -1
@@ -21,6 +22,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
     computed: int = 0  # tokens whose KV is in the blocks
     blocks: list[int] = field(default_factory=list)
+    chain: Chain | None = None  # its blocks' keys; None: they are neither looked for nor kept
+    known: int = 0  # blocks, from the first on, that others can find
+    reused: int = 0  # prompt tokens that were found computed
     preempted: int = 0  # how often it gave way
     scored: int = 0  # prompt tokens whose log-probabilities were sent
     ended: bool = False  # finished or cancelled: what is still on its way is of no use

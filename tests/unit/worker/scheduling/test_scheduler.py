@@ -17,6 +17,7 @@ from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, 
 
 if TYPE_CHECKING:
     from penstock.worker.scheduling.gate import StepShape
+    from penstock.worker.scheduling.sequence import Sequence
 
 STOP_TOKEN = 7
 GREEDY = Sampling(temperature=0)
@@ -67,7 +68,9 @@ def make_scheduler(
 
 
 def submit(number: int, prompt: int, max_tokens: int, **more: object) -> Submit:
-    return Submit(number, [1] * prompt, max_tokens, GREEDY, **more)  # type: ignore[arg-type]
+    """A prompt that has nothing in common with another's."""
+    tokens = [100 + number] * prompt
+    return Submit(number, tokens, max_tokens, GREEDY, **more)  # type: ignore[arg-type]
 
 
 def expect_short_answers(scheduler: Scheduler) -> None:
@@ -88,6 +91,39 @@ class Promise:
     request: Submit
     finished_by: int
     generated: int = 0
+
+
+class FakeKv:
+    """What lies in each slot of each block: a hash of everything up to that token."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def compute(self, plan: Plan) -> None:
+        """Every token sees the right past, whoever computed it, and adds its own."""
+        for piece in plan.slices:
+            state = hash(piece.sequence.request.salt)
+            for position, token in enumerate(piece.sequence.tokens[: piece.end]):
+                state = hash((state, token))
+                place = self._place(piece.sequence, position)
+                if position < piece.start:
+                    assert self._slots.get(place) == state, "another's past, or none"
+        for piece in plan.slices:  # all of a step's rows are written before any is read
+            state = hash(piece.sequence.request.salt)
+            for position, token in enumerate(piece.sequence.tokens[: piece.end]):
+                state = hash((state, token))
+                if position >= piece.start:
+                    self._slots[self._place(piece.sequence, position)] = state
+
+    def move(self, moves: dict[int, int]) -> None:
+        for (block, slot), state in list(self._slots.items()):
+            if block in moves:
+                self._slots[moves[block], slot] = state
+
+    def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        index, slot = divmod(position, self._block_tokens)
+        return sequence.blocks[index], slot
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -130,18 +166,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.pool, self.limits, pacer, self.gate)
         if short_answers:
             expect_short_answers(self.scheduler)
+        self.kv = FakeKv(block_tokens)
         self.promises: dict[int, Promise] = {}
         self.arrivals = 0
         self.steps = 0
 
     @rule(
         prompt=st.integers(1, 30),
+        beginning=st.lists(st.sampled_from([1, 2]), max_size=3),
         max_tokens=st.integers(1, 15),
         min_tokens=st.integers(0, 4),
         prompt_logprobs=st.none() | st.just(0),
+        salt=st.sampled_from([b"", b"", b"another key"]),
     )
     def add(
-        self, prompt: int, max_tokens: int, min_tokens: int, prompt_logprobs: int | None
+        self,
+        prompt: int,
+        beginning: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        prompt_logprobs: int | None,
+        salt: bytes,
     ) -> None:
         most = self.scheduler.most_tokens()
         if most < 2:
@@ -154,7 +199,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             stop_token_ids=[STOP_TOKEN],
             prompt_logprobs=prompt_logprobs,
+            salt=salt,
         )
+        request.prompt = (beginning + [1] * prompt)[:prompt]
         self.arrivals += 1
         # Whoever is oldest moves in every step: at the very worst all others wait for it, and it
         # computes everything anew. So nobody waits longer than for those before it, one by one.
@@ -174,7 +221,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def return_memory(self) -> None:
-        self.scheduler.rename(self.pool.compact())
+        moves = self.pool.compact()
+        self.kv.move(moves)
+        self.scheduler.rename(moves)
         self.pool.return_empty_extents()
 
     @rule(limit=st.integers(1, 12))
@@ -183,6 +232,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.set_limit(max(limit, self.scheduler.least_blocks() + 1))
         self.scheduler.shrink()
         assert self.pool.taken <= self.pool.capacity
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.scheduler.cache.clear()
+        assert self.pool.taken == self.scheduler.cache.held
 
     @precondition(lambda self: self.gate is not None)
     @rule(room=st.integers(0, 40))
@@ -245,6 +299,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._finish_step(plan, {s.sequence.id: 1 for s in plan.slices if s.samples}, 0.1)
             self.books_agree()
             self.nobody_starves()
+        assert self.scheduler.cache.free == self.pool.capacity
+        self.scheduler.cache.clear()
         assert self.pool.free == self.pool.capacity
 
     def _steps_alone(self, request: Submit) -> int:
@@ -273,7 +329,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Whoever streams and still has its blocks streams on, however long others' prompts are.
         if most_tokens is None and not (self.gate and self.gate.turned_away):
             streaming = {s.id for s in self.scheduler._running if s.decoding}
-            assert streaming <= {piece.sequence.id for piece in plan.decodes}
+            # One that gave way and found all of its KV again comes in as a chunk of one token.
+            assert streaming <= {
+                p.sequence.id for p in plan.slices if p in plan.decodes or p.count == 1
+            }
         oldest = min(self.promises)
         assert oldest in numbers, "the oldest request was not moved"
 
@@ -281,6 +340,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for piece in plan.slices:  # what the engine does with the rows of a prompt
             if piece.sequence.wants_prompt_logits:
                 piece.sequence.scored = min(piece.end + 1, piece.sequence.prompt_tokens)
+        self.kv.compute(plan)
         finished = self.scheduler.absorb(plan, sampled, duration_s)
         expected: dict[int, Finish] = {}
         for number, token in sampled.items():

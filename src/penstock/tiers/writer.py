@@ -1,0 +1,286 @@
+"""Blocks on their way to the disk: a queue bounded in bytes, and the thread that empties it.
+
+Offering never waits. Every accepted offer ends in exactly one call of its `release`, from whatever
+thread ends it, and the owner must leave the bytes as they are until then. A release may offer, but
+must not wait for the writer.
+
+    queued ──▶ writing ──▶ committing ──▶ saved
+       └──────────┴──▶ cancelled                  (or present, no room, failed)
+
+Cancelling is of items, not of keys: what is offered after a cancel, under the same key and while
+the cancelled file is still being written, is a new item and is kept.
+
+A disk that fails costs hits, not answers: what is queued is let go, offers are refused for a
+while, longer each time, then tried again. Each turn for the worse or better is one event.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.tiers.store import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from penstock.tiers.disk import DiskTier
+    from penstock.tiers.format import Payload
+
+    Release = Callable[[Outcome], None]
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_REFRESH_S = 60.0
+# How long a cancel waits for a rename that has begun; on a disk that hangs it is undone later.
+_COMMIT_WAIT_S = 1.0
+
+
+class _Phase(enum.Enum):
+    QUEUED = 0
+    WRITING = 1
+    COMMITTING = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    key: bytes
+    payloads: Sequence[Payload]
+    release: Release
+    size: int
+    offered_ns: int
+    phase: _Phase = _Phase.QUEUED
+    cancelled: bool = False
+    released: bool = False
+
+
+class Writer:
+    """Saves what it is offered, in order, in a thread of its own."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        queue_bytes: int,
+        notify: Callable[[str], None] = lambda event: None,
+        *,
+        first_pause_s: float = _FIRST_PAUSE_S,
+        refresh_s: float = _REFRESH_S,
+    ) -> None:
+        self._tier = tier
+        self._limit = queue_bytes
+        self._notify = notify
+        self._refresh_s = refresh_s
+        self._first_pause_s = first_pause_s
+        self._changed = threading.Condition()
+        self._queue: OrderedDict[bytes, _Item] = OrderedDict()
+        self._current: _Item | None = None
+        self._bytes = 0
+        self._closed = False
+        self._pause_s = 0.0  # above zero while the disk fails
+        self._retry_at = 0.0
+        self._refresh_at = time.monotonic() + refresh_s
+        # What has been told of and still holds.
+        self._dropping = self._no_room = False
+        self._failing_with: int | None = None  # errno
+        self._counts: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
+        self._thread.start()
+        if tier.problem:
+            notify(tier.problem)
+
+    def offer(self, key: bytes, payloads: Sequence[Payload], release: Release) -> bool:
+        """Take it for saving, if there is room in the queue and it is not there or on its way."""
+        size = sum(payload.data.nbytes for payload in payloads)
+        with self._changed:
+            if self._closed or time.monotonic() < self._retry_at:
+                self._counts["refused"] += 1
+                return False
+            if self._tier.contains(key) or self._on_its_way(key):
+                return False
+            if self._bytes + size <= self._limit:
+                self._queue[key] = _Item(key, payloads, release, size, time.time_ns())
+                self._bytes += size
+                self._counts["accepted"] += 1
+                self._changed.notify_all()
+                return True
+            self._counts["dropped"] += 1
+            told, self._dropping = self._dropping, True
+        if not told:
+            self._notify(
+                f"The disk cache cannot keep up: more than {self._limit} bytes would wait to be "
+                "written, and further blocks are not kept until there is room."
+            )
+        return False
+
+    def cancel(self, keys: Collection[bytes] | None = None) -> int:
+        """Do not save what waits or is being written (of these keys, or all); how many items.
+
+        Nothing of them appears on disk after this returns, unless the disk hangs in the very
+        rename: then the file is removed as soon as that ends.
+        """
+        with self._changed:
+            which = list(self._queue) if keys is None else keys
+            doomed = [item for key in which if (item := self._queue.pop(key, None)) is not None]
+            self._bytes -= sum(item.size for item in doomed)
+            current = self._current
+            hit = current is not None and (keys is None or current.key in keys)
+            if hit and current is not None:
+                current.cancelled = True
+                if current.phase is _Phase.COMMITTING:
+                    self._changed.wait_for(lambda: self._current is not current, _COMMIT_WAIT_S)
+            self._changed.notify_all()
+        self._let_go(doomed, Outcome.CANCELLED)
+        return len(doomed) + hit
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was accepted has ended; False if the time was too short."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._queue and self._current is None, timeout_s
+            )
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Cancel everything and end the thread; False if it hangs in a system call.
+
+        What must be kept is flushed before. A thread that hangs still holds one item, and
+        releases it when the disk answers.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.cancel()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start (accepted, dropped, refused and each outcome), and the queue."""
+        with self._changed:
+            names = ("accepted", "dropped", "refused", *(outcome.value for outcome in Outcome))
+            return {name.replace(" ", "_"): self._counts[name] for name in names} | {
+                "queued_bytes": self._bytes,
+                "queue_limit_bytes": self._limit,
+                "failing": self._pause_s > 0,
+            }
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            while (item := self._next()) is not None:
+                try:
+                    outcome = self._save(item)
+                except OSError as error:
+                    self._fail(item, error)
+                else:
+                    self._finish(item, outcome)
+        finally:
+            # Also when a release or our own code raises: nothing may wait for a dead thread.
+            with self._changed:
+                self._closed = True
+                left = [i for i in (self._current, *self._queue.values()) if i and not i.released]
+                self._current = None
+                self._queue.clear()
+                self._bytes = 0
+                self._changed.notify_all()
+            self._let_go(left, Outcome.CANCELLED)
+
+    def _next(self) -> _Item | None:
+        while True:
+            with self._changed:
+                idle_s = max(0.0, self._refresh_at - time.monotonic())
+                self._changed.wait_for(lambda: self._queue or self._closed, idle_s)
+                if self._closed:
+                    return None
+                if self._queue and time.monotonic() < self._refresh_at:
+                    _, item = self._queue.popitem(last=False)
+                    item.phase = _Phase.WRITING
+                    self._current = item
+                    return item
+            self._refresh()
+
+    def _refresh(self) -> None:
+        before = self._tier.problem
+        self._tier.refresh()
+        if self._tier.problem != before:
+            self._notify(self._tier.problem or "The cache directory can be used again.")
+        self._refresh_at = time.monotonic() + self._refresh_s
+
+    def _save(self, item: _Item) -> Outcome:
+        def commit() -> bool:
+            with self._changed:
+                if not item.cancelled:
+                    item.phase = _Phase.COMMITTING
+                return not item.cancelled
+
+        outcome = self._tier.save(
+            item.key,
+            item.payloads,
+            offered_ns=item.offered_ns,
+            wanted=lambda: not item.cancelled,
+            commit=commit,
+        )
+        if outcome is Outcome.SAVED and item.cancelled:
+            self._tier.remove(item.key)
+            return Outcome.CANCELLED
+        return outcome
+
+    def _finish(self, item: _Item, outcome: Outcome) -> None:
+        event = None
+        with self._changed:
+            if outcome is Outcome.SAVED:
+                if self._failing_with is not None:
+                    event = "The disk cache writes again."
+                self._pause_s = self._retry_at = 0.0
+                self._failing_with, self._no_room = None, False
+            elif outcome is Outcome.NO_ROOM and not self._no_room:
+                self._no_room = True
+                event = (
+                    f"The disk cache has no room for a block of {item.size} bytes; it may hold "
+                    "cache.size or a share of the free disk, and other files there count too."
+                )
+        self._let_go([item], outcome)
+        if event:
+            self._notify(event)
+        self._end(item)
+
+    def _fail(self, item: _Item, error: OSError) -> None:
+        with self._changed:
+            self._pause_s = min(max(2 * self._pause_s, self._first_pause_s), _LONGEST_PAUSE_S)
+            self._retry_at = time.monotonic() + self._pause_s
+            told, self._failing_with = self._failing_with == error.errno, error.errno or 0
+            left = [item, *self._queue.values()]
+            self._queue.clear()
+            self._bytes = item.size
+        self._let_go(left, Outcome.FAILED)
+        if not told:
+            self._notify(
+                f"The disk cache cannot write to {self._tier.store.directory}: "
+                f"{error.strerror or error}. Nothing is kept there until it works again, which is "
+                "tried now and then; requests go on."
+            )
+        self._end(item)
+
+    def _end(self, item: _Item) -> None:
+        """Last of all, so that after a flush every release has been called."""
+        with self._changed:
+            self._current = None
+            self._bytes -= item.size
+            if self._dropping and self._bytes <= self._limit // 2:
+                self._dropping = False
+            self._changed.notify_all()
+
+    def _on_its_way(self, key: bytes) -> bool:
+        current = self._current
+        being_written = current is not None and current.key == key and not current.cancelled
+        return being_written or key in self._queue
+
+    def _let_go(self, items: Sequence[_Item], outcome: Outcome) -> None:
+        with self._changed:
+            self._counts[outcome.value] += len(items)
+        for item in items:
+            item.released = True
+            item.release(outcome)

@@ -1,0 +1,341 @@
+"""The writer before the disk: what it drops, how it fails, and the races with a file half-written.
+
+The writer is held in the middle of a file, by its real system calls, while others act.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.testing.faulty_files import FaultyFiles, directory_bytes
+from penstock.tiers import DiskTier, Outcome, Payload, Quota, Store, Writer
+from penstock.tiers.format import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PLENTY = Quota(1 << 30)
+SIZE = 5000
+LONG_S = 20.0  # more than anything here takes
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def payloads(number: int) -> list[Payload]:
+    return [Payload("attention", bytes([number % 256]) * SIZE)]
+
+
+class Rig:
+    """A tier, its writer, and all that they have told."""
+
+    def __init__(self, directory: Path, queue_bytes: int = 100 * SIZE, pause_s: float = 0.01):
+        self.files = FaultyFiles(directory)
+        self.directory = directory
+        self.tier = DiskTier(directory, PLENTY, "model", self.files)
+        self.events: list[str] = []
+        self.released: list[tuple[int, Outcome]] = []
+        self.writer = Writer(self.tier, queue_bytes, self.events.append, first_pause_s=pause_s)
+
+    def offer(self, number: int) -> bool:
+        return self.writer.offer(
+            key(number),
+            payloads(number),
+            lambda outcome: self.released.append((number, outcome)),
+        )
+
+    def load(self, number: int) -> bool:
+        buffer = bytearray(SIZE)
+        hit = self.tier.load(key(number), [Payload("attention", buffer)])
+        assert not hit or buffer == payloads(number)[0].data
+        return hit
+
+    def blocks(self) -> int:
+        return len(list(self.directory.glob("*.kv")))
+
+    @contextmanager
+    def held_at(self, call: str) -> Iterator[None]:
+        """The writer's next such call for a block does not begin before this ends."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def before(name: str, *arguments: Any) -> None:
+            count_only = name == "write" and len(arguments[1]) < SIZE
+            if name == call and not count_only:
+                reached.set()
+                assert go_on.wait(LONG_S)
+
+        self.files.before_each = before
+        try:
+            assert self.offer(1)
+            assert reached.wait(LONG_S)
+            yield
+        finally:
+            self.files.before_each = lambda name, *arguments: None
+            go_on.set()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "cache")
+    yield rig
+    rig.writer.close(LONG_S)
+    assert not list(rig.directory.glob("*.part"))
+
+
+def test_what_is_offered_is_saved_and_released_once(rig: Rig) -> None:
+    assert all(rig.offer(number) for number in range(20))
+    assert rig.writer.flush(LONG_S)
+    assert rig.released == [(number, Outcome.SAVED) for number in range(20)]
+    assert all(rig.load(number) for number in range(20))
+    assert not rig.offer(3), "it is there already"
+    stats = rig.writer.stats()
+    assert (stats["accepted"], stats["saved"], stats["queued_bytes"]) == (20, 20, 0)
+
+
+def test_the_queue_is_bounded_in_bytes_and_an_offer_does_not_wait(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, queue_bytes=3 * SIZE)
+    with rig.held_at("write"):
+        assert rig.offer(2) and rig.offer(3)
+        assert not rig.offer(2), "it is on its way"
+        assert not rig.offer(4) and not rig.offer(5)
+        assert rig.writer.stats()["dropped"] == 2
+        assert not rig.writer.flush(0)
+    assert rig.writer.flush(LONG_S)
+    assert len(rig.events) == 1 and "cannot keep up" in rig.events[0]
+    assert rig.offer(4)
+    assert rig.writer.flush(LONG_S)
+    assert [number for number, _ in rig.released] == [1, 2, 3, 4]
+    assert rig.writer.close(LONG_S)
+    assert not rig.offer(6)
+
+
+# --- races with a file that is half-written ---
+
+
+@pytest.mark.parametrize("call", ["write", "rename"])
+def test_what_is_cancelled_does_not_appear_and_a_key_offered_again_is_kept(
+    rig: Rig, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.tiers.writer._COMMIT_WAIT_S", 0.05)
+    with rig.held_at(call):
+        assert rig.offer(2) and rig.offer(3)
+        assert rig.writer.cancel([key(1), key(2)]) == 2
+        assert rig.released == [(2, Outcome.CANCELLED)], "1 is still being read from"
+        assert rig.offer(1), "a key that is cancelled is free again at once"
+        assert rig.writer.cancel([key(9)]) == 0
+    assert rig.writer.flush(LONG_S)
+    assert rig.released[1:] == [(1, Outcome.CANCELLED), (3, Outcome.SAVED), (1, Outcome.SAVED)]
+    assert rig.load(1) and rig.load(3) and not rig.load(2)
+    assert rig.blocks() == 2
+
+
+def test_a_cancel_waits_for_a_rename_that_has_begun(rig: Rig) -> None:
+    with rig.held_at("rename"):
+        thread = threading.Thread(target=rig.writer.cancel)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    assert rig.blocks() == 0 and not rig.tier.contains(key(1))
+    assert rig.released == [(1, Outcome.CANCELLED)]
+
+
+@pytest.mark.parametrize("by", ["the same process", "another"])
+def test_nothing_reappears_after_a_clear(rig: Rig, by: str) -> None:
+    rig.offer(0)
+    rig.writer.flush(LONG_S)
+    with rig.held_at("write"):
+        assert rig.offer(2)
+        store = rig.tier.store if by == "the same process" else Store(rig.directory, PLENTY)
+        files, _ = store.clear()
+        assert files == 2, "the one that was there and the one half-written"
+    assert rig.writer.flush(LONG_S)
+    assert rig.released[1:] == [(1, Outcome.CANCELLED), (2, Outcome.CANCELLED)]
+    assert rig.blocks() == 0
+    assert rig.offer(1) and rig.writer.flush(LONG_S)
+    assert rig.load(1)
+    rig.tier.store._stale = True
+    rig.tier.refresh()
+    assert rig.tier.store.held_bytes == directory_bytes(rig.directory)
+
+
+def test_closing_does_not_hang_on_a_file_half_written(rig: Rig) -> None:
+    with rig.held_at("write"):
+        assert rig.offer(2)
+        assert not rig.writer.close(timeout_s=0.05)
+        assert rig.released == [(2, Outcome.CANCELLED)]
+        assert not rig.offer(3)
+    assert rig.writer.close(LONG_S)
+    assert rig.released == [(2, Outcome.CANCELLED), (1, Outcome.CANCELLED)]
+    assert rig.blocks() == 0
+    # The model is loaded again: a tier and a writer of its own lose nothing.
+    again = Rig(rig.directory)
+    assert again.offer(1) and again.writer.flush(LONG_S) and again.load(1)
+    again.writer.close()
+
+
+def test_many_threads_and_every_offer_ends_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, queue_bytes=8 * SIZE)
+    accepted: list[int] = []
+
+    def offer(seed: int) -> None:
+        source = random.Random(seed)
+        for _ in range(150):
+            number = source.randrange(30)
+            if rig.offer(number):
+                accepted.append(number)
+            chance = source.random()
+            if chance < 0.1:
+                rig.writer.cancel([key(source.randrange(30))])
+            elif chance < 0.13:
+                rig.tier.store.clear()
+            elif chance < 0.3:
+                rig.load(source.randrange(30))
+
+    threads = [threading.Thread(target=offer, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert rig.writer.flush(LONG_S)
+    assert sorted(number for number, _ in rig.released) == sorted(accepted)
+    stats = rig.writer.stats()
+    assert stats["queued_bytes"] == 0
+    ends = ("saved", "present", "no_room", "cancelled", "failed")
+    assert stats["accepted"] == len(accepted) == sum(stats[end] for end in ends)
+    assert not rig.tier.store.verify().bad
+    assert rig.writer.close(LONG_S)
+
+
+# --- a disk that fails ---
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ("allocate", "ENOSPC", "No space left"),
+        ("allocate", "EDQUOT", "quota exceeded"),
+        ("write", "EIO", "Input/output"),
+        ("open", "EROFS", "Read-only"),
+        ("rename", "EIO", "Input/output"),
+        ("try_lock", "EIO", "Input/output"),
+    ],
+)
+def test_a_failing_disk_costs_hits_and_is_tried_again(
+    tmp_path: Path, call: str, error: str, says: str
+) -> None:
+    rig = Rig(tmp_path, pause_s=0.05)
+    rig.files.broken[call] = error
+    assert rig.offer(1)
+    assert rig.writer.flush(LONG_S)
+    while not rig.events:
+        time.sleep(0.001)
+    assert rig.released == [(1, Outcome.FAILED)]
+    assert says in rig.events[0]
+    assert rig.writer.stats()["failing"]
+    # It is asked less and less often, and tells only once.
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        rig.offer(2)
+        time.sleep(0.005)
+    rig.writer.flush(LONG_S)
+    assert 1 <= rig.writer.stats()["failed"] <= 6
+    assert rig.writer.stats()["refused"] > 10
+    assert len(rig.events) == 1
+    rig.files.broken.clear()
+    while not rig.offer(3):
+        time.sleep(0.005)
+    assert rig.writer.flush(LONG_S)
+    assert rig.load(3)
+    assert rig.events[1:] == ["The disk cache writes again."]
+    assert rig.writer.close(LONG_S)
+    assert not list(tmp_path.glob("*.part")) or call == "try_lock"
+
+
+def test_a_stopped_process_with_the_lock_delays_no_load(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.tiers.usage.LOCK_WAIT_S", 0.05)
+    assert rig.offer(1) and rig.writer.flush(LONG_S)
+    with (rig.directory / "usage").open("rb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert rig.offer(2) and rig.writer.flush(LONG_S)
+        assert rig.load(1)
+    assert rig.released[1] == (2, Outcome.FAILED)
+    while not rig.offer(2):
+        time.sleep(0.005)
+    assert rig.writer.flush(LONG_S) and rig.load(2)
+
+
+def test_what_waits_is_let_go_when_the_disk_fails(rig: Rig) -> None:
+    with rig.held_at("write"):
+        assert rig.offer(2) and rig.offer(3)
+        rig.files.broken["write"] = "EIO"
+    assert rig.writer.flush(LONG_S)
+    assert rig.released == [(number, Outcome.FAILED) for number in (1, 2, 3)]
+    assert rig.writer.stats()["queued_bytes"] == 0
+
+
+def test_a_directory_that_vanishes_is_made_again(rig: Rig) -> None:
+    with rig.held_at("write"):
+        shutil.rmtree(rig.directory)
+    assert rig.writer.flush(LONG_S)
+    assert rig.released == [(1, Outcome.CANCELLED)]
+    assert rig.offer(1) and rig.writer.flush(LONG_S)
+    assert rig.load(1)
+    shutil.rmtree(rig.directory)
+    assert not rig.load(1)
+
+
+def test_no_room_is_told_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.tier.store.quota = Quota(2 * PAGE)
+    for number in range(3):
+        assert rig.offer(number) and rig.writer.flush(LONG_S)
+    assert rig.released == [(number, Outcome.NO_ROOM) for number in range(3)]
+    assert len(rig.events) == 1 and "cache.size" in rig.events[0]
+    rig.writer.close(LONG_S)
+
+
+def test_an_idle_writer_sees_what_others_did_and_tells_of_an_unusable_directory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    tier = DiskTier(tmp_path / "cache", PLENTY, "model")
+    events: list[str] = []
+    writer = Writer(tier, SIZE, events.append, refresh_s=0.01)
+    assert "cannot be used" in events[0]
+    (tmp_path / "cache").unlink()
+    other = DiskTier(tmp_path / "cache", PLENTY, "model")
+    other.save(key(1), payloads(1))
+    deadline = time.monotonic() + LONG_S
+    while not tier.contains(key(1)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert tier.contains(key(1))
+    assert writer.close(LONG_S)
+    assert events[1:] == ["The cache directory can be used again."]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_release_that_raises_leaves_nobody_waiting(rig: Rig) -> None:
+    def broken(outcome: Outcome) -> None:
+        raise RuntimeError("a mistake of the owner's")
+
+    with rig.held_at("write"):
+        assert rig.writer.offer(key(2), payloads(2), broken)
+        assert rig.offer(3)
+    assert rig.writer.flush(LONG_S)
+    assert rig.writer.close(LONG_S)
+    assert rig.released == [(1, Outcome.SAVED), (3, Outcome.CANCELLED)]
+    assert not rig.offer(4)
