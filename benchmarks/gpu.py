@@ -1,8 +1,9 @@
 """Every figure of benchmarks/gpu.md, in one go or a few parts at a time.
 
-    python -m benchmarks.gpu [decode] [long] [experts] [serve] [peer] [memory]
+    python -m benchmarks.gpu [decode] [kernels] [long] [experts] [serve] [peer] [memory]
 
 decode    one, 32 and 128 streams at 512 tokens of context; prompts of 4k, 16k and 32k tokens
+kernels   where a step of one, 32 and 128 streams goes
 long      8 streams at 64k, on the same shape with a wider window
 experts   one and 64 streams of the mixture-of-experts shape
 serve     loading twice, without and with a stored profile; one client, then 128, through HTTP
@@ -39,9 +40,14 @@ def decode() -> None:
     _engine(MODEL, "--streams", "1,32,128", "--prefill", "4096,16384,32768")
 
 
+def kernels() -> None:
+    """By torch's profiler."""
+    _run(sys.executable, "-m", "benchmarks.gpu_kernels")
+
+
 def long() -> None:
-    """KV of 72 GiB."""
-    contexts = ["--streams", "8", "--context", "65472", "--new", "128"]
+    """KV of 72 GiB. The first stream has decoded 224 tokens when the last has read its prompt."""
+    contexts = ["--streams", "8", "--context", "65472", "--new", "512"]
     _engine("random:qwen3-8b-128k", *contexts, "--memory", "84GiB")
 
 
@@ -71,7 +77,7 @@ def memory() -> None:
     _run(sys.executable, "-m", "benchmarks.gpu_memory")
 
 
-_PARTS = {part.__name__: part for part in (decode, long, experts, serve, peer, memory)}
+_PARTS = {part.__name__: part for part in (decode, kernels, long, experts, serve, peer, memory)}
 
 
 def main() -> None:
@@ -109,24 +115,23 @@ def _clients(clients: int, requests: int, prompt: int, output: int) -> None:
 @contextlib.contextmanager
 def _server(home: Path) -> Iterator[None]:
     """Ready at the beginning of the block, ended at its end."""
-    config = home / "penstock.toml"
-    config.write_text(f'[models."{MODEL}"]\nstep_tokens = 8192\nstep_sequences = 128\n')
     command = [sys.executable, "-m", "penstock", "serve", "--model", MODEL, "--device", "cuda"]
-    command += ["--port", str(PORT), "--memory", "90%", "--config", str(config)]
-    log = (home / "server.log").open("w+b")
-    process = subprocess.Popen(
-        command, env={**os.environ, "PENSTOCK_HOME": str(home)}, stdout=log, stderr=log
-    )
+    command += ["--port", str(PORT), "--memory", "90%"]
+    log = (home / "server.log").open("wb")
+    # Compiled kernels are kept in the home too: the first start is one on a new machine.
+    own = {"PENSTOCK_HOME": str(home), "TRITON_CACHE_DIR": str(home / "triton")}
+    process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
     try:
         wait_until_ready(_URL, process)
         yield
     finally:
         process.terminate()
         process.wait(60)
-        log.seek(0)
-        lines = log.read().decode(errors="replace").splitlines()
-        print("\n".join(line for line in lines if " is ready on " in line), flush=True)
         log.close()
+        for file in (home / "server.log", *(home / "logs").glob("*.log")):
+            lines = file.read_text(errors="replace").splitlines()
+            told = [line for line in lines if " is ready on " in line or "profile took" in line]
+            print("\n".join(told), flush=True)
 
 
 if __name__ == "__main__":

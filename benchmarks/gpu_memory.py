@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
 MODEL = "random:qwen3-8b"
 WINDOW = 40960
 AT_ONCE = 48
-LARGE_STEP = 3500  # tokens, of the 4,096 that a step may have
+LARGE = 0.8  # steps are large whose prediction is at least this share of the largest
 _GAUGES = {
     "predicted": "penstock_step_predicted_bytes",
     "measured": "penstock_step_measured_bytes",
-    "tokens": "penstock_step_tokens",
     "exhausted": "penstock_steps_exhausted_total",
 }
 
@@ -87,10 +85,14 @@ class Watch:
     def figures(self) -> dict[str, Any]:
         """The envelope: how often it was too low, and how far above the largest steps it is."""
         known = [s for s in self.samples if s.get("predicted") and s.get("measured")]
-        large = [s["predicted"] / s["measured"] for s in known if s.get("tokens", 0) > LARGE_STEP]
+        largest = max((s["predicted"] for s in known), default=0.0)
+        large = [s["predicted"] / s["measured"] for s in known if s["predicted"] > LARGE * largest]
+        above = sorted(s["measured"] / s["predicted"] for s in known)
         return {
             "samples": len(known),
-            "measured_above_predicted": sum(s["measured"] > s["predicted"] for s in known),
+            "measured_above_predicted": sum(share > 1 for share in above),
+            "measured_over_predicted_most": round(above[-1], 3) if above else None,
+            "largest_predicted_mib": round(largest / 2**20),
             "large_samples": len(large),
             "predicted_over_measured_largest": [round(min(large), 3), round(max(large), 3)]
             if large
@@ -128,6 +130,7 @@ def main() -> None:
             thread.join()
         seconds = time.perf_counter() - started
         alive = workers <= set(_driver_bytes())
+        events = httpx.get(f"{url}/admin/api/events").json()
     peak = max((watch.peaks[pid] for pid in workers), default=0)
     record(
         "gpu_memory",
@@ -140,6 +143,7 @@ def main() -> None:
             "peak_gib": round(peak / 2**30, 3),
             "peak_within_limit": 0 < peak <= parse_size(options.memory),
             **watch.figures(),
+            "events": dict(collections.Counter(str(event["event"]) for event in events)),
         },
     )
 
@@ -209,13 +213,9 @@ def _program(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "penstock.toml"
-        config.write_text(f'[models."{MODEL}"]\nstep_tokens = 4096\nstep_sequences = 64\n')
         command = [sys.executable, "-m", "penstock", "serve", "--model", MODEL, "--device", "cuda"]
-        command += ["--port", str(options.port), "--config", str(config)]
-        process = subprocess.Popen(
-            [*command, "--memory", options.memory], env={**os.environ, "PENSTOCK_HOME": folder}
-        )
+        command += ["--port", str(options.port), "--memory", options.memory]
+        process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_HOME": folder})
         try:
             yield process
         finally:

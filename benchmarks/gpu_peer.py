@@ -1,6 +1,6 @@
 """transformers' continuous batching, as it comes, on the shape and load that the server has.
 
-    python -m benchmarks.gpu_peer [--requests 256] [--seconds 60]
+    python -m benchmarks.gpu_peer [--requests 256] [--seconds 100]
 
 128 requests at a time, 512 tokens in and 128 out. It ends after `--seconds`; what counts are the
 requests that were finished by then, over the time at which the last of them was.
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
     model = _model(options.shape, options.device)
     settings = GenerationConfig(

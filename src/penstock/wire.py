@@ -232,6 +232,8 @@ class Ready(msgspec.Struct, tag=True):
     # depending on who else has them open, so this cannot be told from `process_bytes`.
     overhead_bytes: int = 0
     copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
+    # Of a GPU: neither weights, graphs, KV nor steps, as the driver counts; 0: it does not tell.
+    device_overhead_bytes: int = 0
 
 
 class LoadFailed(msgspec.Struct, tag=True):

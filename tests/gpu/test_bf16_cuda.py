@@ -11,7 +11,6 @@ from penstock.testing import tiny
 from penstock.testing.rounding import rounding_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -22,10 +21,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("architecture", tiny.SERVED)
 def test_the_error_is_at_most_one_and_a_half_times_that_of_eager(
-    tmp_path: Path, architecture: str, record_property: Callable[[str, object], None]
+    tmp_path: Path, architecture: str
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = tiny.save(architecture, tmp_path)
     ours, eager = rounding_errors(folder, "cuda:0", seed=len(architecture))
-    record_property("errors", f"{ours:.2e} {eager:.2e}")
+    print(f"{architecture}: {ours:.2e}, eager {eager:.2e}")  # noqa: T201 - shown with -rP
     assert ours <= 1.5 * eager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ from penstock import config
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.cli.remote import RemoteError, connect, require_success
 from penstock.cli.terminal import print_json
+from penstock.server.template import WORKER_ENVIRONMENT
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +45,7 @@ def engine(options: argparse.Namespace) -> int:
         value = getattr(options, flag)
         if value is not None:
             command += [f"--{flag}", str(value)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, env={**os.environ, **WORKER_ENVIRONMENT}).returncode
 
 
 @dataclass(slots=True)

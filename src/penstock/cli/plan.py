@@ -46,17 +46,17 @@ def _work_out(options: argparse.Namespace) -> dict[str, Any]:
     from penstock.memory.baseline import Baseline
     from penstock.memory.gauge import read_gpus, read_ram, resolve_device
     from penstock.memory.guard import open_books
-    from penstock.memory.limits import SERVER_BYTES, TEMPLATE_BYTES
+    from penstock.memory.limits import SERVER_BYTES, TEMPLATE_BYTES, domain_of
     from penstock.memory.requests import floor_bytes
-    from penstock.server.plans import ModelPlan, fitting, serving_dtype
+    from penstock.server.plans import fitting, plan_for
 
     settings = config.load(options.config, flags=flags_of(options))
     catalog = Catalog(settings.model_dirs, settings.models.hf_cache or huggingface_cache())
     card, gpus = catalog.find(options.model), read_gpus()
     model = settings.models.settings(card.name)
     device = resolve_device(model.device, gpus)
-    plan = ModelPlan(card, model, device, serving_dtype(model.dtype, card.dtype, device))
     ledger = open_books(settings.memory, read_ram(), gpus)
+    plan = plan_for(card, model, device, ledger.snapshot()[domain_of(device)].limit_bytes)
     limit = ledger.snapshot()["ram"].limit_bytes
     for owner, estimate in (
         ("server", SERVER_BYTES),

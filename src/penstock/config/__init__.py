@@ -197,8 +197,13 @@ class ModelSettings:
         ),
     ] = "expected"
     pinned: Annotated[bool, Knob(parse_boolean, "never unloaded for another model")] = False
-    step_tokens: Annotated[int, Knob(parse_integer(1), "most tokens computed in one step")] = 1024
-    step_sequences: Annotated[int, Knob(parse_integer(1), "most sequences in one step")] = 64
+    step_tokens: Annotated[
+        int | None,
+        Knob(parse_integer(1), "most tokens computed in one step; otherwise by the device"),
+    ] = None
+    step_sequences: Annotated[
+        int | None, Knob(parse_integer(1), "most sequences in one step; otherwise by the device")
+    ] = None
     step_target_s: Annotated[
         float | None, Knob(parse_seconds, "chunks shrink to keep a step near this")
     ] = 0.3

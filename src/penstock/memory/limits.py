@@ -25,7 +25,7 @@ SERVER_BYTES = 128 * MIB  # this process, until it is read
 TEMPLATE_BYTES = 400 * MIB  # torch and transformers, once for all workers, until it is read
 # Private bytes of a worker before weights: the interpreter's own, thread stacks, library state.
 RAM_PROCESS_BYTES = 128 * MIB
-GPU_PROCESS_BYTES = 640 * MIB  # a CUDA context and its libraries' workspaces
+GPU_PROCESS_BYTES = 1024 * MIB  # a CUDA context, compiled code, libraries' workspaces
 
 MIN_KV_TOKENS = 128  # less than this serves no one
 MAX_WINDOWS = 64  # KV for more full windows than this has no use

@@ -71,6 +71,8 @@ class Holding:
         fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
         if ready.overhead_bytes:
             fixed["ram", Purpose.PROCESS] = ready.overhead_bytes
+        if ready.device_overhead_bytes:
+            fixed[self.domain, Purpose.PROCESS] = ready.device_overhead_bytes
         if ready.graph_bytes:
             fixed[self.domain, Purpose.GRAPHS] = ready.graph_bytes
         if ready.step_bytes:

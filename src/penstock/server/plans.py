@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from penstock.memory.ledger import Needs
 
 SMALLEST_STEP_TOKENS = 64  # a worker halves its step down to this before it gives up
+# Tokens and sequences of the largest step, where the user does not say. A large GPU needs thousands
+# of rows to be busy, and has the memory for them.
+USUAL_STEP = (1024, 64)
+ROOMY_GPU_STEP = (8192, 128)
+ROOMY_GPU_BYTES = 16 << 30
 BLOCK_TOKENS = 16  # what a worker is thought to use until it says
 
 
@@ -51,6 +56,8 @@ class ModelPlan:
     settings: ModelSettings
     device: str
     dtype: str
+    step_tokens: int  # the largest step
+    step_sequences: int
 
     @property
     def domain(self) -> str:
@@ -74,10 +81,10 @@ class ModelPlan:
 
     def step_bytes(self, tokens: int | None = None) -> int:
         """Thought to be taken by a step of so many tokens; otherwise by the largest."""
-        tokens = min(tokens or self.settings.step_tokens, self.settings.step_tokens, self.window)
+        tokens = min(tokens or self.step_tokens, self.step_tokens, self.window)
         return step_reserve(
             tokens,
-            self.settings.step_sequences,
+            self.step_sequences,
             self.card.hidden_size,
             self.card.vocab_size,
             ITEM_BYTES[self.dtype],
@@ -129,8 +136,8 @@ class ModelPlan:
             cache_size=storage.cache_size,
             reserve=Reserve(settings.reserve),
             max_context=settings.max_context,
-            step_tokens=settings.step_tokens,
-            step_sequences=settings.step_sequences,
+            step_tokens=self.step_tokens,
+            step_sequences=self.step_sequences,
             step_target_s=settings.step_target_s,
             threads=settings.threads,
             trust_remote_code=settings.trust_remote_code,
@@ -176,6 +183,17 @@ class ModelPlan:
         tokens = self._own_kv_tokens()
         # One block more: the one that padded rows point at.
         return None if tokens is None else (tokens + BLOCK_TOKENS) * self.kv_bytes_per_token
+
+
+def plan_for(card: Card, settings: ModelSettings, device: str, limit_bytes: int) -> ModelPlan:
+    """`auto` and what was left open, decided for a device of which `limit_bytes` may be used."""
+    roomy = device != "cpu" and limit_bytes >= ROOMY_GPU_BYTES
+    usual_tokens, usual_sequences = ROOMY_GPU_STEP if roomy else USUAL_STEP
+    tokens = settings.step_tokens or usual_tokens
+    # Beside the decodes of a step there must be tokens left for a chunk.
+    sequences = settings.step_sequences or max(1, min(usual_sequences, tokens // 2))
+    dtype = serving_dtype(settings.dtype, card.dtype, device)
+    return ModelPlan(card, settings, device, dtype, tokens, sequences)
 
 
 def serving_dtype(wanted: str, stored: str, device: str) -> str:

@@ -22,11 +22,15 @@ from penstock.errors import InternalError, ModelTooLarge, Overloaded, PenstockEr
 from penstock.memory.admission import largest_kv
 from penstock.memory.baseline import Baseline
 from penstock.memory.gauge import GpuReading, read_gpus, read_process, resolve_device
-from penstock.memory.limits import TEMPLATE_BYTES
+from penstock.memory.limits import TEMPLATE_BYTES, domain_of
 from penstock.server.client import ModelClient  # noqa: TC001
 from penstock.server.holding import Holding
 from penstock.server.model import Model, State
+<<<<<<< HEAD
 from penstock.server.plans import ModelPlan, Storage, serving_dtype
+=======
+from penstock.server.plans import ModelPlan, plan_for
+>>>>>>> gpu6
 from penstock.server.room import Room
 from penstock.server.supervisor import STOP_GRACE_S
 
@@ -241,7 +245,8 @@ class Residency:
     def _plan(self, card: Card, gpus: Sequence[GpuReading]) -> ModelPlan:
         settings = self._settings.settings(card.name)
         device = resolve_device(settings.device, gpus)
-        return ModelPlan(card, settings, device, serving_dtype(settings.dtype, card.dtype, device))
+        limit_bytes = self._ledger.snapshot()[domain_of(device)].limit_bytes
+        return plan_for(card, settings, device, limit_bytes)
 
     async def _measure_template(self) -> None:
         """The estimate is much too large for most; the first load should not pay for that."""

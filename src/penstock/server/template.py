@@ -49,6 +49,9 @@ WORKER_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "50000",
     # numpy's BLAS would start its threads at import; torch computes with its own.
     "OPENBLAS_NUM_THREADS": "1",
+    # On a GPU, freed memory is one stretch for the next step, not pieces of the sizes that earlier
+    # ones had: so steps of many shapes hold no more than the largest of them.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # The numbering of GPUs that the driver's own library uses.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "TOKENIZERS_PARALLELISM": "false",

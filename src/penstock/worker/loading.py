@@ -7,7 +7,9 @@ are missing, layers that never reach our attention, or logits that differ from t
 from __future__ import annotations
 
 import json
+import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,13 @@ from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.kv.shelf import Shelf, ShelfSpec
-from penstock.worker.meter import PrivateBytes, copied_bytes, meter_for, overhead_bytes
+from penstock.worker.meter import (
+    PrivateBytes,
+    copied_bytes,
+    device_overhead_bytes,
+    meter_for,
+    overhead_bytes,
+)
 from penstock.worker.models import attention, verify
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
@@ -37,6 +45,7 @@ from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,6 +54,8 @@ if TYPE_CHECKING:
     from penstock.worker.engine.cuda_executor import CudaExecutor
 
     Progress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
 # A chunk is shortened at the end of a long context, so that no step takes much longer than others.
@@ -66,10 +77,14 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     attention.register()
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
+    text = config.get_text_config()
+    # A vocabulary is read for a second; weights come in meanwhile, and graphs are captured.
+    helper = ThreadPoolExecutor(1, thread_name_prefix="vocabulary")
+    grammars = helper.submit(Grammars.from_folder, Path(spec.path), text.vocab_size)
+    helper.shutdown(wait=False)
     model = _load_model(spec, config, dtype, device, progress)
     kernels = kernels_for(device, dtype)
     kernels.adopt(model)
-    text = config.get_text_config()
     geometry = verify.probe(model, text)
     layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     window = _window(text, spec)
@@ -77,7 +92,6 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     slots = {layer: slot for slot, layer in enumerate(geometry)}
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
     runner = Runner(model, arena, kernels, _windows(text), slots)
-    grammars = Grammars.from_folder(Path(spec.path), text.vocab_size)
     executor = _executor(runner, grammars, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
@@ -104,7 +118,9 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
     progress("profile", 0, 1)
+    begun = time.perf_counter()
     measured = profile(bench)
+    log.info("the profile took %.1f s", time.perf_counter() - begun)
     progress("profile", 1, 1)
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
     in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
@@ -131,22 +147,24 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     )
     engine = GenerateEngine(bench, measured, ready, shelf)
     verify.compare_with_own_attention(model, engine, text)
+    known = weight_bytes + executor.graph_bytes + arena.committed_bytes
+    ready.device_overhead_bytes = device_overhead_bytes(device, known)
     ready.load_s = time.perf_counter() - started
     return engine
 
 
 def _executor(
-    runner: Runner, grammars: Grammars | None, spec: LoadSpec, window: int
+    runner: Runner, grammars: Future[Grammars | None], spec: LoadSpec, window: int
 ) -> Executor | CudaExecutor:
     """What runs plans on this device; graphs are captured here, before anything is measured."""
     if isinstance(runner.kernels, ReferenceKernels):
-        return Executor(runner, grammars)
+        return Executor(runner, grammars.result())
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.cuda_runner import CudaRunner
 
     on_device = CudaRunner(runner, spec.step_sequences, window)
     on_device.capture(spec.step_sequences)
-    return CudaExecutor(on_device, grammars)
+    return CudaExecutor(on_device, grammars.result())
 
 
 def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:

@@ -13,9 +13,10 @@ from typing import Protocol
 
 import torch
 
-from penstock.memory.gauge import read_process
+from penstock.memory.gauge import read_gpus, read_process
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_LATER_CODE_BYTES = 32 << 20
 _STATM = Path("/proc/self/statm")
 _libc = ctypes.CDLL(None)
 
@@ -127,6 +128,21 @@ def overhead_bytes(copied_bytes: int, committed_bytes: int) -> int:
     if reading is None:
         return 0
     return max(reading.private_dirty_bytes - copied_bytes - committed_bytes, 0)
+
+
+def device_overhead_bytes(device: torch.device, known_bytes: int) -> int:
+    """What this process holds of a GPU beside `known_bytes`: context, code, libraries' buffers.
+
+    As the driver counts, with some room for code that is brought there at its first use; 0 where
+    the driver does not tell.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    for gpu in read_gpus():
+        if gpu.index == (device.index or 0) and (held := gpu.processes.get(os.getpid())):
+            return max(held - known_bytes, 0) + _LATER_CODE_BYTES
+    return 0
 
 
 def copied_bytes(folder: Path, weight_bytes: int) -> int:

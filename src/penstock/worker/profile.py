@@ -279,7 +279,9 @@ def _limits(asked: StepLimits, tokens: int) -> StepLimits:
 
 def _open(bench: Bench, limits: StepLimits) -> Stress:
     return Stress(
-        *(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens), routes=bench.routes
+        *(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens),
+        # A GPU computes experts in groups, whose memory does not depend on who goes where.
+        routes=bench.routes and bench.arena.in_ram,
     )
 
 

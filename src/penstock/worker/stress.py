@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.scheduler import StepLimits
 
-# Measuring is about this good: a heap grows by huge pages, what it hands out depends a little on
-# what came before, and pages are counted per processor and summed up now and then.
-_NOISE_BYTES = 4 << 20
+# Measuring is about this good. A heap grows by huge pages, what it hands out depends a little on
+# what came before, and pages are counted per processor and summed up now and then. Of a GPU torch
+# takes pieces of 20 MiB, and of 2 for small tensors: a step between two that were measured may
+# need one more of them, and what little a step leaves behind may hold another.
+_RAM_NOISE_BYTES = 4 << 20
+_GPU_NOISE_BYTES = 44 << 20
 _NOISE_SHARE = 0.05
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
@@ -165,6 +168,8 @@ class Stress:
     ) -> None:
         self._executor = executor
         self._noise_share = _ROUTED_SHARE if routes else _NOISE_SHARE
+        self._in_ram = arena.in_ram
+        self._noise_bytes = _RAM_NOISE_BYTES if arena.in_ram else _GPU_NOISE_BYTES
         self._pool = pool
         self._meter = meter
         self._block_tokens = arena.layout.block_tokens
@@ -181,7 +186,7 @@ class Stress:
     def run(self, trial: Trial, vocabulary: int) -> Measured:
         """One step; its shape and what it may take, by one measurement."""
         shape, took = self.measure(trial, vocabulary)
-        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + _NOISE_BYTES)
+        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + self._noise_bytes)
         return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
 
     def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:
@@ -228,8 +233,10 @@ class Stress:
     def _sequence(
         self, number: int, ids: list[int], how: Sampling, prompt_logprobs: int | None = None
     ) -> Sequence:
-        # One token of prompt, unless it is to be scored: penalties see all that was generated.
-        prompt = ids if prompt_logprobs is not None else ids[:1]
+        # One token of prompt, unless it is to be scored: penalties see all that was generated. It
+        # is the host that looks at it, which for a GPU takes time and nothing that is measured.
+        generated = self._in_ram and prompt_logprobs is None
+        prompt = ids[:1] if generated else ids
         request = Submit(number, prompt, 1, how, prompt_logprobs=prompt_logprobs)
         if how is _DEMANDING and self._executor.constrains:
             # Reasoning that may not be longer: every token but one is ruled out, by a mask.

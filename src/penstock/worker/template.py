@@ -9,9 +9,11 @@ under one MiB, so the common architectures are all here.
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
+
+import torch
 
 MODULES = (
-    "torch",
     "safetensors.torch",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -32,7 +34,17 @@ COMMON_ARCHITECTURES = (
     "glm4_moe",
 )
 
+# Where there may be a GPU; a compiler of kernels takes a second to import.
+CUDA_MODULES = (
+    "penstock.worker.models.kernels.cuda",
+    "penstock.worker.engine.cuda_executor",
+    "penstock.worker.engine.cuda_runner",
+)
+
 for _module in MODULES:
     importlib.import_module(_module)
 for _name in COMMON_ARCHITECTURES:
     importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
+if torch.version.cuda is not None and find_spec("triton") is not None:
+    for _module in CUDA_MODULES:
+        importlib.import_module(_module)

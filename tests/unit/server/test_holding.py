@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock.memory.admission import LoadNeed
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.server.holding import Holding
+from penstock.wire import Grant
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -69,3 +71,30 @@ def test_where_the_books_are_full_kv_is_asked_for_first() -> None:
     others.release()
     made.measured(larger)
     assert (made.slack_bytes, made.unbooked_bytes) == (60 * MIB, 0)
+
+
+def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
+    ledger = Ledger({"gpu:0": LIMIT, "ram": LIMIT})
+    need = LoadNeed("m", "gpu:0", {}, MIB, MIB, LIMIT)
+    plan = SimpleNamespace(domain="gpu:0", load_need=lambda: need)
+    needs = {("gpu:0", purpose): size for (_, purpose), size in NEEDS.items()}
+    needs["gpu:0", Purpose.KV] = 650 * MIB  # all of it
+    made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", needs))
+    ready = SimpleNamespace(
+        weight_bytes=200 * MIB,
+        overhead_bytes=0,
+        graph_bytes=10 * MIB,
+        device_overhead_bytes=180 * MIB,
+        step_bytes=50 * MIB,
+        kv_bytes=650 * MIB,
+    )
+    orders: list[Grant] = []
+
+    def order(message: Grant) -> Future[None]:
+        orders.append(message)
+        return Future()
+
+    made.move_in(cast("Any", SimpleNamespace(ready=ready, order=order)))
+    assert made.fixed_bytes == 440 * MIB
+    assert orders == [Grant(560 * MIB, 50 * MIB)]
+    assert ledger.snapshot()["gpu:0"].booked_bytes == LIMIT

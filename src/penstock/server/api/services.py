@@ -162,7 +162,7 @@ class Services:
         def capacity() -> Capacity:
             return Capacity(
                 running=0 if client.status is None else client.status.running,
-                sequences=holding.plan.settings.step_sequences,
+                sequences=holding.plan.step_sequences,
                 kv_bytes=holding.granted_kv_bytes,
                 held=self.ledger.snapshot()[holding.domain].short,
             )

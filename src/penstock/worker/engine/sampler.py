@@ -210,7 +210,7 @@ def _reshapes(sequence: Sequence) -> bool:
 def _shape_row(row: Tensor, sequence: Sequence) -> None:
     how = sequence.request.sampling
     if how.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
+        seen = torch.from_numpy(np.unique(np.asarray(sequence.tokens))).to(row.device)
         scores = row[seen]
         factor = how.repetition_penalty
         row[seen] = torch.where(scores < 0, scores * factor, scores / factor)

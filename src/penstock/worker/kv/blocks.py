@@ -14,6 +14,7 @@ the memory this model is granted, while the numbers of blocks and their addresse
 
 from __future__ import annotations
 
+from heapq import heapify, heappop
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -83,11 +84,14 @@ class BlockPool:
         if count > self.free:
             raise ValueError(f"{count} blocks asked, {self.free} free of {self.capacity}")
         # Commit first: it is the one act that can fail, and nothing has been handed out then.
-        while sum(map(len, self._free.values())) < count:
-            self._commit_next()
+        room = sum(map(len, self._free.values()))
+        while room < count:
+            room += self._commit_next()
+        fullest_first = [(len(numbers), e) for e, numbers in self._free.items() if numbers]
+        heapify(fullest_first)
         taken: list[int] = []
         while len(taken) < count:
-            numbers = self._free[self._fullest_with_room()]
+            numbers = self._free[heappop(fullest_first)[1]]
             while numbers and len(taken) < count:
                 taken.append(numbers.pop())
         self._taken.update(taken)
@@ -145,13 +149,11 @@ class BlockPool:
     def _size(self, extent: int) -> int:
         return min(self._extent_blocks, self._total - extent * self._extent_blocks)
 
-    def _fullest_with_room(self) -> int:
-        room = [extent for extent, numbers in self._free.items() if numbers]
-        return min(room, key=lambda extent: (len(self._free[extent]), extent))
-
-    def _commit_next(self) -> None:
+    def _commit_next(self) -> int:
+        """Back one more extent with memory; how many blocks there are in it."""
         extent = self._uncommitted[-1]
         self._backing.commit(extent)  # may fail; nothing has changed then
         self._uncommitted.pop()
         start = extent * self._extent_blocks
         self._free[extent] = list(range(start + self._size(extent) - 1, start - 1, -1))
+        return len(self._free[extent])
