@@ -234,6 +234,7 @@ class Ready(msgspec.Struct, tag=True):
     copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
     # Of a GPU: neither weights, graphs, KV nor steps, as the driver counts; 0: it does not tell.
     device_overhead_bytes: int = 0
+    queue_bytes: int = 0  # of `overhead_bytes`: buffers for KV on its way to and from the disk
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -26,11 +26,7 @@ from penstock.memory.limits import TEMPLATE_BYTES, domain_of
 from penstock.server.client import ModelClient  # noqa: TC001
 from penstock.server.holding import Holding
 from penstock.server.model import Model, State
-<<<<<<< HEAD
-from penstock.server.plans import ModelPlan, Storage, serving_dtype
-=======
-from penstock.server.plans import ModelPlan, plan_for
->>>>>>> gpu6
+from penstock.server.plans import ModelPlan, Storage, plan_for
 from penstock.server.room import Room
 from penstock.server.supervisor import STOP_GRACE_S
 

@@ -144,6 +144,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         outer_cap=str(outer.group) if outer is not None else None,
         overhead_bytes=overhead_bytes(copied, committed),
         copied_bytes=copied,
+        queue_bytes=0 if shelf is None else shelf.tray_bytes,
     )
     engine = GenerateEngine(bench, measured, ready, shelf)
     verify.compare_with_own_attention(model, engine, text)

@@ -82,7 +82,8 @@ class Shelf:
         self._size = arena.layout.block_bytes
         writing = max(2, min(QUEUE_BYTES, int(grant_bytes * QUEUE_SHARE)) // self._size)
         # Written to, so that they are in the process's memory before anybody measures it.
-        self._trays = torch.zeros(writing + READ_TRAYS, self._size, dtype=torch.uint8)
+        self._trays = torch.full((writing + READ_TRAYS, self._size), 1, dtype=torch.uint8)
+        self.tray_bytes = self._trays.numel()
         self._to_write = deque(range(writing))
         self._to_read: queue.SimpleQueue[int] = queue.SimpleQueue()
         for tray in range(writing, writing + READ_TRAYS):
@@ -222,7 +223,7 @@ class Shelf:
         fingerprint = f"{digest} {spec.numerics}"
         tier = DiskTier(spec.directory, spec.quota, fingerprint, label=spec.label)
         # The queue is bounded by the trays.
-        self._writer = Writer(tier, self._trays.numel(), lambda event: log.warning("%s", event))
+        self._writer = Writer(tier, self.tray_bytes, lambda event: log.warning("%s", event))
         self._tier = tier
         while True:
             errand = self._asked.get()
