@@ -96,6 +96,7 @@ class Shelf:
         self._arrived: deque[tuple[_Errand, int | None]] = deque()
         self._news = threading.Event()
         self._heard_at = time.monotonic()
+        self._hung = False  # nothing is asked of the disk until it answers
         self._compute_s: float | None = None  # of a block's tokens, when last measured
         self._tier: DiskTier | None = None
         self._writer: Writer | None = None
@@ -125,7 +126,7 @@ class Shelf:
     def covers(self, keys: list[bytes]) -> int:
         """How many of the keys, from the first on, are sooner read than computed."""
         tier = self._tier
-        if tier is None or not keys or self._hangs():
+        if tier is None or not keys or self._hung:
             return 0
         rate = tier.read_rate.bytes_per_s
         if rate and self._compute_s is not None and self._size / rate > self._compute_s:
@@ -160,7 +161,7 @@ class Shelf:
         self._news.clear()
         while self._arrived:
             errand, tray = self._arrived.popleft()
-            self._heard_at = time.monotonic()
+            self._heard_at, self._hung = time.monotonic(), False
             if tray is None:
                 self._end(errand.ticket, receiver)
                 continue
@@ -169,7 +170,8 @@ class Shelf:
                 self._arena.bytes_of(block).copy_(self._trays[tray])
                 receiver.arrived(errand.ticket, more=True)
             self._to_read.put(tray)
-        if self._hangs():
+        if self._errands and time.monotonic() - self._heard_at > PATIENCE_S:
+            self._hung = True
             for ticket in list(self._errands):
                 self._end(ticket, receiver)
 
@@ -208,9 +210,6 @@ class Shelf:
             self._to_write.append(tray)
 
         return release
-
-    def _hangs(self) -> bool:
-        return bool(self._errands) and time.monotonic() - self._heard_at > PATIENCE_S
 
     # --- threads ---
 
