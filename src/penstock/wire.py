@@ -40,6 +40,8 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     largest_memory_bytes: int | None = None  # the most a later `Grant` may come to; None: this one
     kv_tokens: int | None = None  # the user's own size of the KV; None: what the grant leaves
     profile_dir: str | None = None  # where measured costs are kept between loads
+    cache_dir: str | None = None  # where KV is kept on disk
+    cache_size: str = "auto"  # how much of it, as in the config
     reserve: Reserve = Reserve.EXPECTED
     capped: bool = True  # enforce the grant; off where several engines share a process
     max_context: int | None = None  # the user's own limit below the model's window
@@ -190,6 +192,7 @@ class Status(msgspec.Struct):
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
     device_s: float = 0.0  # in which the device computed, since start
+    tier: dict[str, float] = {}  # figures of KV on disk, by name
 
 
 class Step(msgspec.Struct, tag=True):
@@ -231,6 +234,7 @@ class Ready(msgspec.Struct, tag=True):
     copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
     # Of a GPU: neither weights, graphs, KV nor steps, as the driver counts; 0: it does not tell.
     device_overhead_bytes: int = 0
+    queue_bytes: int = 0  # of `overhead_bytes`: buffers for KV on its way to and from the disk
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -20,6 +20,7 @@ from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.limits import GIB, MIB
 from penstock.server import model as module
 from penstock.server import residency as residency_module
+from penstock.server.plans import Storage
 from penstock.server.residency import Residency
 from penstock.server.supervisor import Supervisor
 from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel, lives
@@ -52,7 +53,7 @@ class Server:
             self.supervisor,
             self.ledger,
             settings or ModelsSettings(device="cpu"),
-            profile_dir=home / "profiles",
+            storage=Storage(home / "profiles"),
             patience_s=PATIENCE_S,
         )
 

@@ -70,7 +70,9 @@ class Holding:
         fixed.pop((self.domain, Purpose.LOADING), None)
         fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
         if ready.overhead_bytes:
-            fixed["ram", Purpose.PROCESS] = ready.overhead_bytes
+            fixed["ram", Purpose.PROCESS] = ready.overhead_bytes - ready.queue_bytes
+        if ready.queue_bytes:
+            fixed["ram", Purpose.QUEUE] = ready.queue_bytes
         if ready.device_overhead_bytes:
             fixed[self.domain, Purpose.PROCESS] = ready.device_overhead_bytes
         if ready.graph_bytes:

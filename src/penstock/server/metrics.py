@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -146,6 +147,31 @@ _COUNTERS = (
 )
 
 
+# (name in `Status.tier`, metric, what it is).
+_DISK_GAUGES = (
+    ("files", "penstock_kv_disk_files", "Files of the model in the cache directory."),
+    ("bytes", "penstock_kv_disk_model_bytes", "Their bytes."),
+    ("held_bytes", "penstock_kv_disk_bytes", "Bytes in the cache directory, over all models."),
+    ("quota_bytes", "penstock_kv_disk_quota_bytes", "What they may come to."),
+    ("queued_bytes", "penstock_kv_disk_queued_bytes", "Bytes that wait to be written."),
+    ("failing", "penstock_kv_disk_failing", "1 while the disk cannot be written to."),
+    ("read_bytes_per_s", "penstock_kv_disk_read_bytes_per_second", "Rate of reading, lately."),
+    ("write_bytes_per_s", "penstock_kv_disk_write_bytes_per_second", "Rate of writing, lately."),
+)
+_DISK_COUNTERS = (
+    ("hits", "penstock_kv_disk_hits", "Blocks that were read from the disk."),
+    ("misses", "penstock_kv_disk_misses", "Blocks that were asked for and could not be read."),
+    ("bad_removed", "penstock_kv_disk_bad_files", "Files that were damaged and were removed."),
+    ("loaded_bytes", "penstock_kv_disk_read_bytes", "Bytes of KV that were read."),
+    ("accepted", "penstock_kv_disk_accepted", "Blocks that were taken for writing."),
+    ("saved", "penstock_kv_disk_saved", "Of those, written."),
+    ("saved_bytes", "penstock_kv_disk_written_bytes", "Bytes of files that were written."),
+    ("failed", "penstock_kv_disk_failed", "Of those taken, failed for the disk."),
+    ("refused", "penstock_kv_disk_refused", "Blocks that were not taken while the disk failed."),
+    ("evictions", "penstock_kv_disk_evictions", "Files that were removed for others."),
+)
+
+
 class _Workers(Collector):
     """The workers' figures, read when scraped."""
 
@@ -155,12 +181,25 @@ class _Workers(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every figure of every loaded model."""
         statuses = self._statuses()
-        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, metric, about in table:
-                family = kind(metric, about, labels=["model"])
-                for model, status in statuses.items():
-                    family.add_metric([model], getattr(status, name))
-                yield family
+        own = {model: msgspec.structs.asdict(status) for model, status in statuses.items()}
+        disk = {model: status.tier for model, status in statuses.items()}
+        yield from _families(GaugeMetricFamily, _GAUGES, own)
+        yield from _families(CounterMetricFamily, _COUNTERS, own)
+        yield from _families(GaugeMetricFamily, _DISK_GAUGES, disk)
+        yield from _families(CounterMetricFamily, _DISK_COUNTERS, disk)
+
+
+def _families(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    table: Iterable[tuple[str, str, str]],
+    figures: Mapping[str, Mapping[str, Any]],
+) -> Iterable[Metric]:
+    for name, metric, about in table:
+        family = kind(metric, about, labels=["model"])
+        for model, values in figures.items():
+            if name in values:
+                family.add_metric([model], values[name])
+        yield family
 
 
 class _Memory(Collector):

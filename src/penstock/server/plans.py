@@ -40,6 +40,15 @@ BLOCK_TOKENS = 16  # what a worker is thought to use until it says
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """Where workers keep things between loads."""
+
+    profiles: Path
+    cache: Path | None = None  # KV; None: it is not kept on disk
+    cache_size: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A card, on a device, in a dtype, under its settings."""
 
@@ -110,7 +119,7 @@ class ModelPlan:
             self.card.name, self.domain, self.fixed(), least, window + step, most + step
         )
 
-    def spec(self, kv_bytes: int, largest_bytes: int, profile_dir: Path) -> LoadSpec:
+    def spec(self, kv_bytes: int, largest_bytes: int, storage: Storage) -> LoadSpec:
         """The order to a worker that may use `kv_bytes` and its step, later `largest_bytes`."""
         settings = self.settings
         memory_bytes = kv_bytes + self.step_bytes(SMALLEST_STEP_TOKENS)
@@ -122,7 +131,9 @@ class ModelPlan:
             memory_bytes=memory_bytes,
             largest_memory_bytes=max(largest_bytes, memory_bytes),
             kv_tokens=self._own_kv_tokens(),
-            profile_dir=str(profile_dir),
+            profile_dir=str(storage.profiles),
+            cache_dir=None if storage.cache is None else str(storage.cache),
+            cache_size=storage.cache_size,
             reserve=Reserve(settings.reserve),
             max_context=settings.max_context,
             step_tokens=self.step_tokens,

@@ -26,13 +26,12 @@ from penstock.memory.limits import TEMPLATE_BYTES, domain_of
 from penstock.server.client import ModelClient  # noqa: TC001
 from penstock.server.holding import Holding
 from penstock.server.model import Model, State
-from penstock.server.plans import ModelPlan, plan_for
+from penstock.server.plans import ModelPlan, Storage, plan_for
 from penstock.server.room import Room
 from penstock.server.supervisor import STOP_GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     from penstock.catalog import Catalog
     from penstock.config import ModelsSettings
@@ -60,7 +59,7 @@ class Residency:
         ledger: Ledger,
         settings: ModelsSettings,
         *,
-        profile_dir: Path,
+        storage: Storage,
         patience_s: float = 600.0,
     ) -> None:
         self.template = Baseline(ledger, "template", TEMPLATE_BYTES)
@@ -69,7 +68,7 @@ class Residency:
         self._supervisor = supervisor
         self._ledger = ledger
         self._settings = settings
-        self._profile_dir = profile_dir
+        self._storage = storage
         self._models: dict[str, Model] = {}
         self.gpus: Sequence[GpuReading] = ()  # as last read, at a load or at the start
         self._closed = False
@@ -231,7 +230,7 @@ class Residency:
             undo.callback(booking.release)
             holding = model.holding = Holding(self._ledger, plan, booking)
             largest = largest_kv(self._ledger.snapshot(), plan.room(), self.room.residents())
-            spec = plan.spec(holding.granted_kv_bytes, largest, self._profile_dir)
+            spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
             worker = model.worker = await self._supervisor.start(spec)
             undo.push_async_callback(worker.stop)
             worker.ended.add_done_callback(lambda _: model.bury())

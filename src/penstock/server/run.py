@@ -27,6 +27,7 @@ from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app, is_loopback
 from penstock.server.metrics import Metrics
+from penstock.server.plans import Storage
 from penstock.server.pressure import build_governor
 from penstock.server.residency import Residency
 from penstock.server.response_store import ResponseStore
@@ -129,7 +130,7 @@ def build_services(
         supervisor,
         ledger,
         config.models,
-        profile_dir=config.home / "profiles",
+        storage=Storage(config.home / "profiles", config.cache.dir, config.cache.size),
         patience_s=patience_s,
     )
     residency.gpus = gpus

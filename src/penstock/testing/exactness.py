@@ -139,9 +139,13 @@ MODES = (
 
 
 def start_engine(
-    folder: Path, mode: Mode, memory_bytes: int = 1 << 30, device: str = "cpu"
+    folder: Path,
+    mode: Mode,
+    memory_bytes: int = 1 << 30,
+    device: str = "cpu",
+    cache: Path | None = None,
 ) -> GenerateEngine:
-    """The real engine over a folder, float32."""
+    """The real engine over a folder, float32; with `cache`, KV is kept in that directory."""
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
@@ -152,6 +156,9 @@ def start_engine(
         step_tokens=mode.step_tokens,
         step_sequences=mode.step_sequences,
         capped=False,
+        profile_dir=None if cache is None else str(cache.parent),
+        cache_dir=None if cache is None else str(cache),
+        cache_size=str(8 << 30),
     )
     engine = load_engine(spec, lambda _phase, _done, _total: None)
     if mode.pool_tokens is not None:

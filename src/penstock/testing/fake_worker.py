@@ -158,6 +158,12 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
+    def tidy(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
     def probe(self) -> None:
         self.steps += 1
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
+from penstock.tiers import Quota
 from penstock.wire import Ready
 from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
@@ -28,6 +29,7 @@ from penstock.worker.engine.grammar import Grammars
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.kv.shelf import Shelf, ShelfSpec
 from penstock.worker.meter import (
     PrivateBytes,
     copied_bytes,
@@ -93,6 +95,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     executor = _executor(runner, grammars, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
+    shelf = _shelf(spec, arena)  # before anything is measured, since it has buffers
     outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
@@ -141,8 +144,9 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         outer_cap=str(outer.group) if outer is not None else None,
         overhead_bytes=overhead_bytes(copied, committed),
         copied_bytes=copied,
+        queue_bytes=0 if shelf is None else shelf.tray_bytes,
     )
-    engine = GenerateEngine(bench, measured, ready)
+    engine = GenerateEngine(bench, measured, ready, shelf)
     verify.compare_with_own_attention(model, engine, text)
     known = weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
@@ -162,6 +166,24 @@ def _executor(
     on_device = CudaRunner(runner, spec.step_sequences, window)
     on_device.capture(spec.step_sequences)
     return CudaExecutor(on_device, grammars.result())
+
+
+def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:
+    """KV on disk, where the arena is in this process's own memory."""
+    quota = Quota.parse(spec.cache_size)
+    if spec.cache_dir is None or spec.profile_dir is None or quota.off or not arena.in_ram:
+        return None
+    layout = arena.layout
+    details = ShelfSpec(
+        directory=Path(spec.cache_dir),
+        quota=quota,
+        model=Path(spec.path),
+        digests=Path(spec.profile_dir) / "digests.json",
+        # Another version of torch may round differently, or make other random weights.
+        numerics=f"{layout.dtype} {layout.block_tokens} {layout.layers} torch {torch.__version__}",
+        label=spec.name,
+    )
+    return Shelf(arena, details, spec.memory_bytes)
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:

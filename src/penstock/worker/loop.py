@@ -100,6 +100,14 @@ class Engine(Protocol):
         """One real step of one token; raises when it fails."""
         ...
 
+    def tidy(self) -> float | None:
+        """What is left to do while there is no work; seconds until it should be called again."""
+        ...
+
+    def close(self) -> None:
+        """The process is about to end."""
+        ...
+
 
 def run(sock: socket.socket, spec: LoadSpec, engine_module: str) -> int:
     """Serve `spec` over `sock`; returns the exit code of the process."""
@@ -188,10 +196,10 @@ class _Inbox:
                     os._exit(EXIT_OK)  # half a load is of no use to anyone
                 self._messages.put(message)
 
-    def take(self, *, wait: bool) -> Iterator[ToWorker]:
-        """Everything that has arrived; with `wait`, at least one message."""
+    def take(self, wait_s: float | None) -> Iterator[ToWorker]:
+        """Everything that has arrived, or arrives first within so long; None: whenever."""
         try:
-            yield self._messages.get(block=wait)
+            yield self._messages.get(block=wait_s != 0, timeout=wait_s)
             while True:
                 yield self._messages.get_nowait()
         except queue.Empty:
@@ -212,8 +220,10 @@ class _Worker:
         """Step while there is work, sleep while there is none; returns the exit code."""
         while self._failures < FAILURES_ALLOWED:
             figures_changed = False
-            for message in self._inbox.take(wait=not self._engine.has_work()):
+            wait_s = 0.0 if self._engine.has_work() else self._engine.tidy()
+            for message in self._inbox.take(wait_s):
                 if isinstance(message, Shutdown):
+                    self._engine.close()
                     return EXIT_OK
                 figures_changed |= self._take(message)
             if self._engine.has_work():

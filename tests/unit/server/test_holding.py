@@ -82,7 +82,8 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
     made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", needs))
     ready = SimpleNamespace(
         weight_bytes=200 * MIB,
-        overhead_bytes=0,
+        overhead_bytes=30 * MIB,
+        queue_bytes=20 * MIB,
         graph_bytes=10 * MIB,
         device_overhead_bytes=180 * MIB,
         step_bytes=50 * MIB,
@@ -98,3 +99,5 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
     assert made.fixed_bytes == 440 * MIB
     assert orders == [Grant(560 * MIB, 50 * MIB)]
     assert ledger.snapshot()["gpu:0"].booked_bytes == LIMIT
+    booked = ledger.snapshot()["ram"].purposes()
+    assert (booked[Purpose.PROCESS], booked[Purpose.QUEUE]) == (10 * MIB, 20 * MIB)

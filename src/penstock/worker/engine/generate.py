@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.executor import Executor, Launched
+    from penstock.worker.kv.shelf import Shelf
     from penstock.worker.profile import Bench, Profile
     from penstock.worker.scheduling.lengths import OutputLengths
 
 log = logging.getLogger(__name__)
 
 _PROBE_ID = -1
+# While blocks are being read and there is nothing to compute; and while some wait to be written.
+_READ_WAIT_S = 0.05
+_TIDY_S = 0.02
 # Steps after which memory that could not be had for KV is asked for again.
 _COMMIT_AGAIN_STEPS = 64
 # Attempts at one step, each smaller than the one before: more than there are halvings of it.
@@ -46,8 +50,11 @@ _ATTEMPTS = 24
 class GenerateEngine:
     """Continuous batching over one model, which has been profiled."""
 
-    def __init__(self, bench: Bench, profile: Profile, ready: Ready) -> None:
+    def __init__(
+        self, bench: Bench, profile: Profile, ready: Ready, shelf: Shelf | None = None
+    ) -> None:
         self.bench = bench
+        self._shelf = shelf
         self.profile = profile
         self._executor: Executor | CudaExecutor = bench.executor
         self._arena = bench.arena
@@ -57,9 +64,8 @@ class GenerateEngine:
         self._domain = "ram" if bench.arena.in_ram else f"gpu:{bench.arena.device.index or 0}"
         self._block_tokens = profile.limits.block_tokens
         self._memory = StepMemory(profile, bench.arena, bench.meter, bench.cap)
-        self._scheduler = Scheduler(
-            bench.pool, profile.limits, StepPacer(bench.spec.step_target_s), self._memory.gate
-        )
+        pacer = StepPacer(bench.spec.step_target_s)
+        self._scheduler = Scheduler(bench.pool, profile.limits, pacer, self._memory.gate, shelf)
         self._granted_blocks = profile.kv_blocks
         self._commit_again_at: int | None = None  # the step at which the pool gets them back
         self._pool.set_limit(profile.kv_blocks)
@@ -163,6 +169,17 @@ class GenerateEngine:
                 in_vain = 0
         return outputs
 
+    def tidy(self) -> float | None:
+        """What is left to do while there is no work; when to come again, None for no need."""
+        if self._shelf is not None and self._shelf.offer(self._scheduler.cache.find):
+            return _TIDY_S
+        return None
+
+    def close(self) -> None:
+        """Save what can be saved in the time that a shutdown has."""
+        if self._shelf is not None:
+            self._shelf.close(self._scheduler.cache.find)
+
     def status(self) -> Status:
         """Figures after the latest step."""
         return Status(
@@ -188,6 +205,7 @@ class GenerateEngine:
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
             device_s=self._device_s,
+            tier={} if self._shelf is None else self._shelf.stats(),
         )
 
     def probe(self) -> None:
@@ -229,6 +247,10 @@ class GenerateEngine:
         plan: Plan | None = None
         try:
             plan = self._plan()
+            if not plan.slices and self._shelf is not None and self._scheduler.reads():
+                self._shelf.wait(_READ_WAIT_S)
+                outputs += self._land(None)
+                return True
             if self._flying is not None and not plan.slices:
                 outputs += self._land(None)  # whatever there is to do waits for its tokens
                 return True
@@ -256,6 +278,9 @@ class GenerateEngine:
             self._commit_again_at = None
             self._pool.set_limit(self._granted_blocks)
         self._memory.read_room()
+        if self._shelf is not None:
+            self._shelf.deliver(self._scheduler)
+            self._shelf.offer(self._scheduler.cache.find)
         plan = self._scheduler.plan(self._budget)
         if self._memory.gate.pinched and self._memory.relieve():
             self._memory.read_room()
@@ -339,6 +364,8 @@ class GenerateEngine:
         self._step_s, self._landed_at = now - max(self._landed_at, begun), now
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         self._count_reused(plan, result.outputs)
+        if self._shelf is not None and plan.chunks and not plan.decodes:
+            self._shelf.computed(plan.chunk_tokens, self._step_s)
         for number, how in finished.items():
             result.outputs[number].finish = how
             self._executor.forget(number)

@@ -90,7 +90,9 @@ class Arena:
         self._committed: set[int] = set()
         self._touch = True
         self.range: Range = open_range(self._total_bytes, device)
-        flat = self.range.tensor()[: blocks * layout.block_bytes].view(layout.dtype)
+        raw = self.range.tensor()[: blocks * layout.block_bytes]
+        self._rows = raw.view(blocks, layout.block_bytes)
+        flat = raw.view(layout.dtype)
         self.keys: list[Tensor] = []  # per layer: [blocks, block_tokens, kv_heads, key_dim]
         self.values: list[Tensor] = []
         offset = 0
@@ -133,10 +135,12 @@ class Arena:
 
     def copy(self, moves: dict[int, int]) -> None:
         """Copy whole blocks, old number to new; no number is both."""
-        size = self.layout.block_bytes
-        blocks = self.range.tensor()[: self.blocks * size].view(self.blocks, size)
         for old, new in moves.items():
-            blocks[new] = blocks[old]
+            self._rows[new] = self._rows[old]
+
+    def bytes_of(self, block: int) -> Tensor:
+        """All layers of a block."""
+        return self._rows[block]
 
     def blocks_within(self, size_bytes: int) -> int:
         """How many blocks can be in use when at most so much memory is committed."""

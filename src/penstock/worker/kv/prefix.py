@@ -21,7 +21,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Seq
 
     from penstock.worker.kv.blocks import BlockPool
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 KEY_BYTES = 16
 
 
-def root_key(fingerprint: bytes, salt: bytes = b"") -> bytes:
-    """Where chains begin: other weights, or another salt, have no key in common."""
-    return hashlib.blake2b(fingerprint, key=salt[:64], digest_size=KEY_BYTES).digest()
+def root_key(salt: bytes = b"") -> bytes:
+    """Where chains begin: with another salt they have no key in common."""
+    return hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
 
 
 class Chain:
@@ -58,8 +58,9 @@ class Chain:
 class PrefixCache:
     """A pool's blocks with their keys, holders and the order in which they are given up."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, known: Callable[[bytes], None] | None = None) -> None:
         self._pool = pool
+        self._tell = known  # of every new key
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._holders: dict[int, int] = {}  # how many; no block has none
@@ -118,6 +119,8 @@ class PrefixCache:
         if key not in self._blocks and block not in self._keys:
             self._blocks[key] = block
             self._keys[block] = key
+            if self._tell is not None:
+                self._tell(key)
 
     def give(self, blocks: Seq[int]) -> None:
         """One holder less of each. The last of a chain is the first to be given up."""

@@ -39,6 +39,17 @@ if TYPE_CHECKING:
 
         def admits(self, shape: StepShape) -> bool: ...
 
+    class Tier(Protocol):
+        """KV that is kept elsewhere, by the keys of its blocks."""
+
+        def keep(self, key: bytes) -> None: ...
+
+        def covers(self, keys: list[bytes]) -> int: ...
+
+        def fetch(self, keys: list[bytes]) -> int: ...
+
+        def drop(self, ticket: int) -> None: ...
+
 
 FLOOR_TOKENS = 16  # a chunk is not cut below this for want of memory
 
@@ -120,7 +131,7 @@ class Scheduler:
         limits: StepLimits,
         pacer: StepPacer,
         gate: Gate | None = None,
-        fingerprint: bytes = b"",  # of the weights: what KV is a function of, beside the tokens
+        tier: Tier | None = None,
     ) -> None:
         if limits.tokens <= limits.sequences:
             raise ValueError(
@@ -132,8 +143,8 @@ class Scheduler:
                 f"{limits.logit_rows} rows of logits leave none for prompt log-probabilities "
                 f"beside {limits.sequences} sequences that sample"
             )
-        self.cache = PrefixCache(pool)
-        self._fingerprint = fingerprint
+        self.cache = PrefixCache(pool, None if tier is None else tier.keep)
+        self._tier = tier
         self._limits = limits
         self._pacer = pacer
         self._gate = gate
@@ -154,8 +165,34 @@ class Scheduler:
         return len(self._waiting)
 
     def has_work(self) -> bool:
-        """A step would do something."""
+        """A step would do something, or blocks are being read for one."""
         return bool(self._running or self._waiting)
+
+    def reads(self) -> bool:
+        """Blocks are being read for somebody."""
+        return any(sequence.ticket is not None for sequence in self._running)
+
+    def place(self, ticket: int) -> int | None:
+        """Where the next block that was read under a ticket belongs; None: it is not wanted."""
+        for sequence in self._running:
+            if sequence.ticket == ticket:
+                return sequence.blocks[sequence.computed // self._limits.block_tokens]
+        return None
+
+    def arrived(self, ticket: int, *, more: bool) -> None:
+        """The block that belonged there is in its place; or, without more, no others will come."""
+        for sequence in self._running:
+            if sequence.ticket != ticket:
+                continue
+            if not more:
+                sequence.ticket = None
+                return
+            index = sequence.computed // self._limits.block_tokens
+            assert sequence.chain is not None
+            self.cache.know(sequence.blocks[index], sequence.chain.key(index))
+            self._reuse(sequence, index + 1)
+            if index + 1 == sequence.awaited:
+                sequence.ticket = None
 
     def most_tokens(self) -> int:
         """The longest sequence that can ever run here."""
@@ -176,8 +213,7 @@ class Scheduler:
         assert len(request.prompt) + request.max_tokens <= self.most_tokens(), "can never fit"
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals)
-        root = root_key(self._fingerprint, request.salt)
-        sequence.chain = Chain(root, sequence.tokens, self._limits.block_tokens)
+        sequence.chain = Chain(root_key(request.salt), sequence.tokens, self._limits.block_tokens)
         self._waiting.append(sequence)
 
     def cancel(self, request_id: int) -> bool:
@@ -190,7 +226,10 @@ class Scheduler:
         return False
 
     def plan(self, most_tokens: int | None = None) -> Plan:
-        """The next step, of at most `most_tokens`. Not empty while the oldest fits the pool."""
+        """The next step, of at most `most_tokens`.
+
+        Not empty while the oldest fits the pool and nothing is being read for it.
+        """
         plan = Plan()
         budget = min(self._limits.tokens, most_tokens or self._limits.tokens)
         most_decodes = self._most_decodes(budget)
@@ -294,10 +333,13 @@ class Scheduler:
         for sequence in list(self._running):
             if budget <= 0:
                 return
+            if sequence.ticket is not None:
+                continue
             if not sequence.decoding and not sequence.complete and sequence.blocks:
                 budget -= self._plan_chunk(sequence, budget, plan)
         while budget > 0 and self._admit():
-            budget -= self._plan_chunk(self._running[-1], budget, plan)
+            if self._running[-1].ticket is None:
+                budget -= self._plan_chunk(self._running[-1], budget, plan)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         if self._catch_up(sequence):
@@ -357,6 +399,7 @@ class Scheduler:
         sequence.blocks = found + new
         self._reuse(sequence, len(found))
         self._running.append(self._waiting.popleft())
+        self._fetch(sequence)
         return True
 
     def _fits_to_the_end(self, newcomer: Sequence, shared: int) -> bool:
@@ -377,6 +420,17 @@ class Scheduler:
             to_come = min(left, int(self.lengths.remaining(sequence.generated)))
             expected.append((len(sequence.tokens), to_come))
         return future_peak_blocks(expected, self._limits.block_tokens) <= capacity
+
+    def _fetch(self, sequence: Sequence) -> None:
+        """Have the blocks read that the tier has, from the first that is not here."""
+        chain = sequence.chain
+        if self._tier is None or chain is None or sequence.wants_prompt_logits:
+            return
+        last = (len(sequence.tokens) - 1) // self._limits.block_tokens
+        keys = [chain.key(index) for index in range(sequence.known, last)]
+        if count := self._tier.covers(keys):
+            sequence.ticket = self._tier.fetch(keys[:count])
+            sequence.awaited = sequence.known + count
 
     def _find(self, sequence: Sequence) -> list[int]:
         """The known blocks of its first tokens."""
@@ -479,6 +533,9 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
+        if sequence.ticket is not None and self._tier is not None:
+            self._tier.drop(sequence.ticket)
+            sequence.ticket = None
         self.cache.give(sequence.blocks)
         sequence.blocks = []
 

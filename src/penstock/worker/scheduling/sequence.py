@@ -25,6 +25,8 @@ class Sequence:
     chain: Chain | None = None  # its blocks' keys; None: they are neither looked for nor kept
     known: int = 0  # blocks, from the first on, that others can find
     reused: int = 0  # prompt tokens that were found computed
+    ticket: int | None = None  # under which blocks of it are being read; it is not computed then
+    awaited: int = 0  # blocks that it will have when all have been read
     preempted: int = 0  # how often it gave way
     scored: int = 0  # prompt tokens whose log-probabilities were sent
     ended: bool = False  # finished or cancelled: what is still on its way is of no use

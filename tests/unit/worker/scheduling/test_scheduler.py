@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,8 @@ from penstock.worker.scheduling.policy import StepPacer
 from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, StepLimits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.sequence import Sequence
 
@@ -100,21 +103,19 @@ class FakeKv:
         self._block_tokens = block_tokens
         self._slots: dict[tuple[int, int], int] = {}
 
-    def compute(self, plan: Plan) -> None:
-        """Every token sees the right past, whoever computed it, and adds its own."""
+    def compute(self, plan: Plan, truth: Mapping[int, list[int]] | None = None) -> None:
+        """Every token sees the right past, whoever computed it, and adds its own; `truth` has
+        tokens that the scheduler does not know yet."""
         for piece in plan.slices:
+            tokens = piece.sequence.tokens if truth is None else truth[piece.sequence.id]
             state = hash(piece.sequence.request.salt)
-            for position, token in enumerate(piece.sequence.tokens[: piece.end]):
+            for position, token in enumerate(tokens[: piece.end]):
                 state = hash((state, token))
                 place = self._place(piece.sequence, position)
                 if position < piece.start:
                     assert self._slots.get(place) == state, "another's past, or none"
-        for piece in plan.slices:  # all of a step's rows are written before any is read
-            state = hash(piece.sequence.request.salt)
-            for position, token in enumerate(piece.sequence.tokens[: piece.end]):
-                state = hash((state, token))
-                if position >= piece.start:
-                    self._slots[self._place(piece.sequence, position)] = state
+                else:  # nobody in the step reads what another writes in it
+                    self._slots[place] = state
 
     def move(self, moves: dict[int, int]) -> None:
         for (block, slot), state in list(self._slots.items()):
@@ -354,6 +355,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         for number in finished:
             del self.promises[number]
         self.steps += 1
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_with_a_step_in_flight_every_row_sees_its_past(seed: int) -> None:
+    """A step is planned before the tokens of the one before it are known, as on a GPU."""
+    chance = Random(seed)
+    blocks, size = chance.randint(4, 14), chance.randint(1, 4)
+    pool = BlockPool(blocks + 1, 3, FakeMemory())
+    scheduler = Scheduler(pool, StepLimits(9, 4, size, 8), StepPacer(None))
+    expect_short_answers(scheduler)
+    kv = FakeKv(size)
+    truth: dict[int, list[int]] = {}
+    flying: tuple[Plan, dict[int, int]] | None = None
+    for turn in range(120):
+        if chance.random() < 0.3 and turn < 90:
+            prompt = [chance.choice([1, 1, 2]) for _ in range(chance.randint(1, 3 * size))]
+            prompt = (prompt + [1] * 40)[: chance.randint(1, size * blocks - 1)]
+            most = min(chance.randint(1, 12), size * blocks - len(prompt))
+            scheduler.add(Submit(turn, prompt, most, GREEDY, stop_token_ids=[STOP_TOKEN]))
+            truth[turn] = list(prompt)
+        if chance.random() < 0.05 and truth:
+            scheduler.cancel(chance.choice(list(truth)))
+        if chance.random() < 0.1:
+            moves = pool.compact()
+            kv.move(moves)
+            scheduler.rename(moves)
+            pool.return_empty_extents()
+        plan = scheduler.plan()
+        kv.compute(plan, truth)
+        sampled = {
+            p.sequence.id: chance.choice([1, 2, STOP_TOKEN]) for p in plan.slices if p.samples
+        }
+        scheduler.advance(plan)
+        for number, token in sampled.items():
+            truth[number].append(token)
+        if flying is not None:
+            scheduler.settle(*flying, 0.0)
+        flying = (plan, sampled) if plan.slices else None
+        scheduler.check()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,97 @@
+"""Conversations whose turns find the KV of the turns before: does any way of finding it change
+a token? Every answer is compared with transformers', which keeps nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.testing.exactness import Mode, Reference, Tally, poisoned_blocks, run, start_engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.worker.engine.generate import GenerateEngine
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where a turn finds the KV of the one before."""
+
+    name: str
+    restarts: bool = False  # a new engine for every turn: only the disk remembers
+    disk: bool = True
+    alone: bool = False  # one request after the other, so that nothing is shared at once
+    pool_tokens: int | None = None  # so little KV that requests give way and blocks are given up
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(slots=True)
+class Found:
+    """What was compared, and how much of it was not computed."""
+
+    tally: Tally
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    disk_hits: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+
+    def add(self, engine: GenerateEngine) -> None:
+        """The figures of an engine at its end."""
+        status = engine.status()
+        self.prompt_tokens += status.prompt_tokens
+        self.reused_tokens += status.reused_tokens
+        self.preemptions += status.preemptions
+        self.evictions += status.evictions
+        self.disk_hits += int(status.tier.get("hits", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """The first prompts, and what is said in every later turn, by conversation."""
+
+    openings: list[list[int]]
+    turns: int
+    answer: int  # tokens
+    said: int  # tokens between two answers
+    vocabulary: int
+
+
+def compare(
+    reference: Reference, folder: Path, history: History, talk: Talk, workdir: Path
+) -> Found:
+    """Hold the conversations; raises `Mismatch`."""
+    shutil.rmtree(workdir, ignore_errors=True)
+    mode = Mode(history.name, step_tokens=128, pool_tokens=history.pool_tokens)
+    cache = workdir / "kv" if history.disk else None
+    found = Found(Tally())
+    chance = random.Random(7)
+    prompts = [list(opening) for opening in talk.openings]
+    engine: GenerateEngine | None = None
+    with poisoned_blocks():
+        for _ in range(talk.turns):
+            if engine is None:
+                engine = start_engine(folder, mode, cache=cache)
+                while history.disk and not engine.status().tier:
+                    time.sleep(0.01)  # the digest of the weights
+            groups = [[prompt] for prompt in prompts] if history.alone else [prompts]
+            answers = [tokens for group in groups for tokens in run(engine, group, talk.answer)]
+            for prompt, tokens in zip(prompts, answers, strict=True):
+                found.tally.compare(reference, prompt, tokens)
+                said = [chance.randrange(talk.vocabulary) for _ in range(talk.said)]
+                prompt.extend(tokens + said)
+            if history.restarts:
+                found.add(engine)
+                engine.close()
+                engine = None
+    if engine is not None:
+        found.add(engine)
+        engine.close()
+    return found

@@ -1,0 +1,52 @@
+"""Found KV gives the tokens of computed KV: in the arena, after a restart, after giving way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.testing import conversations, tiny
+from penstock.testing.conversations import History, Talk
+from penstock.testing.exactness import Reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 100
+LENGTHS = (40, 100, 70, 9, 130)
+# The third begins like the second, and ends elsewhere.
+OPENINGS = [[7 + (n + (i if i != 2 else 1)) % 80 for n in range(s)] for i, s in enumerate(LENGTHS)]
+TALK = Talk(OPENINGS, turns=3, answer=10, said=12, vocabulary=VOCABULARY)
+HISTORIES = (
+    History("arena", disk=False),
+    History("restarts", restarts=True),
+    History("restarts-alone", restarts=True, alone=True),
+    History("crowded", pool_tokens=208),
+    History("crowded-without-disk", pool_tokens=208, disk=False),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference.load(folder)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_found_kv_changes_no_token(
+    reference: Reference, folder: Path, history: History, tmp_path: Path
+) -> None:
+    found = conversations.compare(reference, folder, history, TALK, tmp_path / "work")
+    assert found.tally.tokens == len(OPENINGS) * TALK.turns * TALK.answer
+    # Without the disk, what is given up is gone.
+    remembers = history.disk or history.pool_tokens is None
+    assert found.reused_tokens > (found.prompt_tokens / 4 if remembers else 0)
+    assert (found.disk_hits > 0) == (history.restarts or (history.disk and bool(found.evictions)))
+    assert (found.preemptions > 0) == (history.pool_tokens is not None)

@@ -1,0 +1,198 @@
+"""KV between the arena and the disk: what was saved comes back to its place, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.tiers import DiskTier, Quota
+from penstock.worker.kv import shelf as shelf_module
+from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
+from penstock.worker.kv.shelf import Shelf, ShelfSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from penstock.tiers import Payload
+
+KEYS = [bytes([n]) * 16 for n in range(12)]
+LAYOUT = BlockLayout((LayerGeometry(2, 64, 64),) * 2, 16, torch.float32)
+
+
+class Receiver:
+    """Wants blocks from `first` on; notes what it is told."""
+
+    def __init__(self, first: int) -> None:
+        self.next: int | None = first
+        self.told: list[tuple[int, bool]] = []
+
+    def place(self, ticket: int) -> int | None:
+        return self.next
+
+    def arrived(self, ticket: int, *, more: bool) -> None:
+        self.told.append((ticket, more))
+        if more and self.next is not None:
+            self.next += 1
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(LAYOUT, 64, torch.device("cpu"), 1 << 20)
+    for extent in range(-(-64 // made.extent_blocks)):
+        made.commit(extent)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ShelfSpec:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    quota = Quota.parse(str(1 << 30))
+    return ShelfSpec(tmp_path / "kv", quota, model, tmp_path / "digests.json", "float32", "m")
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def opened(arena: Arena, spec: ShelfSpec) -> Shelf:
+    made = Shelf(arena, spec, 1 << 30)
+    until(made.stats)
+    return made
+
+
+def fill(arena: Arena, first: int, count: int) -> None:
+    for block in range(first, first + count):
+        arena.bytes_of(block).copy_(torch.randint(0, 255, (LAYOUT.block_bytes,), dtype=torch.uint8))
+
+
+def save_all(shelf: Shelf, first: int) -> None:
+    """The block of KEYS[n] is `first` + n."""
+    for key in KEYS:
+        shelf.keep(key)
+    until(lambda: not shelf.offer(lambda key: first + key[0]))
+    until(lambda: shelf.stats()["saved"] == len(KEYS))
+
+
+def fetch_all(shelf: Shelf, receiver: Receiver, keys: list[bytes]) -> None:
+    shelf.fetch(keys)
+
+    def ended() -> bool:
+        shelf.deliver(receiver)
+        return bool(receiver.told) and not receiver.told[-1][1]
+
+    until(ended)
+
+
+def test_what_was_saved_comes_back_to_its_place(arena: Arena, spec: ShelfSpec) -> None:
+    fill(arena, 1, len(KEYS))
+    first = opened(arena, spec)
+    save_all(first, 1)
+    first.close(lambda _: None)
+
+    again = opened(arena, spec)  # another worker, after a restart
+    assert again.covers([*KEYS, b"x" * 16]) == len(KEYS)
+    assert again.covers([b"x" * 16, *KEYS]) == 0
+    receiver = Receiver(40)
+    fetch_all(again, receiver, KEYS)
+    assert [more for _, more in receiver.told] == [True] * len(KEYS) + [False]
+    for n in range(len(KEYS)):
+        assert torch.equal(arena.bytes_of(1 + n), arena.bytes_of(40 + n))
+
+
+def test_other_weights_find_nothing(arena: Arena, spec: ShelfSpec) -> None:
+    shelf = opened(arena, spec)
+    save_all(shelf, 1)
+    shelf.close(lambda _: None)
+    (spec.model / "config.json").write_text('{"changed": true}')
+    assert opened(arena, spec).covers(KEYS) == 0
+
+
+def test_a_damaged_block_ends_the_errand(arena: Arena, spec: ShelfSpec) -> None:
+    fill(arena, 1, len(KEYS))
+    shelf = opened(arena, spec)
+    save_all(shelf, 1)
+    victim = next(spec.directory.rglob(f"*{KEYS[5].hex()}*"))
+    content = bytearray(victim.read_bytes())
+    content[-7] ^= 1
+    victim.write_bytes(content)
+    receiver = Receiver(40)
+    fetch_all(shelf, receiver, KEYS)
+    assert [more for _, more in receiver.told] == [True] * 5 + [False]
+    assert shelf.covers(KEYS) == 5
+    assert shelf.stats()["bad_removed"] == 1
+
+
+def test_what_is_dropped_is_put_nowhere_and_blocks_nobody(arena: Arena, spec: ShelfSpec) -> None:
+    fill(arena, 1, len(KEYS))
+    shelf = opened(arena, spec)
+    save_all(shelf, 1)
+    before = arena.bytes_of(40).clone()
+    for _ in range(5):  # more than there are trays, if one were lost each time
+        shelf.drop(shelf.fetch(KEYS))
+    receiver = Receiver(50)
+    fetch_all(shelf, receiver, KEYS[:3])
+    assert [more for _, more in receiver.told] == [True] * 3 + [False]
+    assert torch.equal(arena.bytes_of(40), before)
+    nobody = Receiver(40)
+    nobody.next = None  # it ended while its blocks were being read
+    fetch_all(shelf, nobody, KEYS[:3])
+    assert torch.equal(arena.bytes_of(40), before)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    arena: Arena, spec: ShelfSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = opened(arena, spec)
+    save_all(shelf, 1)
+    answers = threading.Event()
+    load = DiskTier.load
+
+    def hanging(tier: DiskTier, key: bytes, into: Sequence[Payload]) -> bool:
+        return answers.wait(20) and load(tier, key, into)
+
+    monkeypatch.setattr(DiskTier, "load", hanging)
+    monkeypatch.setattr(shelf_module, "PATIENCE_S", 0.05)
+    receiver = Receiver(40)
+    fetch_all(shelf, receiver, KEYS)
+    assert receiver.told == [(1, False)]
+    assert shelf.covers(KEYS) == 0  # until it answers
+    answers.set()
+
+    def answered() -> bool:
+        shelf.deliver(receiver)
+        return shelf.covers(KEYS) == len(KEYS)
+
+    until(answered)
+    assert receiver.told == [(1, False)]
+
+
+def test_what_is_sooner_computed_is_not_read(arena: Arena, spec: ShelfSpec) -> None:
+    shelf = opened(arena, spec)
+    save_all(shelf, 1)
+    fetch_all(shelf, Receiver(40), KEYS)  # now the disk's rate is known
+    shelf.computed(tokens=16, seconds=10.0)
+    assert shelf.covers(KEYS) == len(KEYS)
+    for _ in range(60):
+        shelf.computed(tokens=1 << 20, seconds=1e-6)
+    assert shelf.covers(KEYS) == 0
+
+
+def test_a_block_that_was_given_up_before_its_turn_is_not_saved(
+    arena: Arena, spec: ShelfSpec
+) -> None:
+    shelf = opened(arena, spec)
+    shelf.keep(KEYS[0])
+    assert not shelf.offer(lambda _: None)
+    shelf.close(lambda _: None)
+    assert shelf.stats()["accepted"] == 0
