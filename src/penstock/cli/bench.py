@@ -65,9 +65,10 @@ def serve(options: argparse.Namespace) -> int:
     """Many clients of a running server at once."""
     with connect(options) as client:
         model = options.model or _only_model(client)
-        asyncio.run(_load(client, model, options, min(options.clients, options.requests)))  # warm
+        warm = min(options.clients, options.requests)
+        asyncio.run(_load(client, model, options, range(warm)))
         busy, started = _busy_seconds(client), time.perf_counter()
-        timed = asyncio.run(_load(client, model, options, options.requests))
+        timed = asyncio.run(_load(client, model, options, range(warm, warm + options.requests)))
         seconds = time.perf_counter() - started
         computed = _busy_seconds(client) - busy
     tokens = options.requests * options.output
@@ -115,10 +116,11 @@ def _busy_seconds(client: httpx.Client) -> float:
 
 
 async def _load(
-    client: httpx.Client, model: str, options: argparse.Namespace, requests: int
+    client: httpx.Client, model: str, options: argparse.Namespace, numbered: range
 ) -> list[Timed]:
-    """`requests` completions, at most `clients` at a time."""
-    numbers = iter(range(requests))
+    """Completions of the prompts with these numbers, at most `clients` at a time."""
+    # Always other numbers on a fresh server: KV of a prompt that was there before is found again.
+    numbers = iter(numbered)
     timed: list[Timed] = []
     key = client.headers.get("authorization")
 
@@ -137,13 +139,14 @@ async def _load(
             )
             timed.append(await _complete(str(client.base_url), key, body))
 
-    await asyncio.gather(*(one_client() for _ in range(min(options.clients, requests))))
+    await asyncio.gather(*(one_client() for _ in range(min(options.clients, len(numbered)))))
     return timed
 
 
 def _prompt(tokens: int, seed: int) -> str:
     """Text of about so many tokens; of exactly so many where a byte is one, as in `random:`."""
-    return "".join(random.Random(seed).choices(_LETTERS, k=tokens))
+    # Not the beginning of a longer one either, whose KV may be there.
+    return "".join(random.Random(f"{tokens} {seed}").choices(_LETTERS, k=tokens))
 
 
 async def _complete(url: str, key: str | None, body: str) -> Timed:

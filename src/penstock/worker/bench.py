@@ -10,6 +10,7 @@ with a large matrix product in the model's type. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.worker.engine.generate import GenerateEngine
 
 _GREEDY = Sampling(temperature=0)
+_seeds = itertools.count()
 _EXPERT_DIMS = 3  # transformers keeps the experts of a layer as one weight, [experts, out, in]
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt then")
     parser.add_argument("--new", type=int, default=128, help="tokens that each stream decodes")
     parser.add_argument("--prefill", default="", help="prompts of so many tokens")
-    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--step-tokens", type=int, help="otherwise 8192, or 1024 on a CPU")
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
     streams = [int(text) for text in options.streams.split(",") if text]
@@ -71,7 +73,7 @@ def main() -> None:
         device=options.device,
         dtype=options.dtype,
         memory_bytes=options.memory,
-        step_tokens=options.step_tokens,
+        step_tokens=options.step_tokens or (8192 if options.device != "cpu" else 1024),
         step_sequences=max([*streams, 1]),
         capped=False,
     )
@@ -185,8 +187,9 @@ def _seconds(device: torch.device, act: Any) -> float:
     return statistics.median(times[2:])
 
 
-def _prompt(length: int, seed: int, vocabulary: int) -> list[int]:
-    return random.Random(seed).choices(range(vocabulary), k=length)
+def _prompt(length: int, vocabulary: int) -> list[int]:
+    """A new one each time: KV of an earlier one would be found again."""
+    return random.Random(next(_seeds)).choices(range(vocabulary), k=length)
 
 
 def _decode(
@@ -194,7 +197,7 @@ def _decode(
 ) -> list[tuple[float, float]]:
     """Seconds and idle seconds of every step in which all streams decode and nothing else runs."""
     for number in range(count):
-        engine.submit(Submit(number, _prompt(context, number, vocabulary), new, how))
+        engine.submit(Submit(number, _prompt(context, vocabulary), new, how))
     rows = []
     while engine.has_work():
         before = time.perf_counter()
@@ -206,7 +209,7 @@ def _decode(
 
 
 def _prefill(engine: GenerateEngine, length: int, vocabulary: int) -> float:
-    engine.submit(Submit(0, _prompt(length, length, vocabulary), 1, _GREEDY))
+    engine.submit(Submit(0, _prompt(length, vocabulary), 1, _GREEDY))
     started = time.perf_counter()
     while engine.has_work():
         engine.step()

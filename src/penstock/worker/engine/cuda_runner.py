@@ -56,7 +56,8 @@ class CudaRunner:
             sequences=sequences,
             items=most_items,
             tiles=0,
-            tables=1 + min(arena.blocks + sequences, sequences * -(-window // layout.block_tokens)),
+            # Sequences may share blocks, so there is no bound in what the arena has.
+            tables=1 + sequences * -(-window // layout.block_tokens),
         )
         self._inputs = Inputs(self.device, standing, 2 * sequences)
         runner.kernels.prepare(self.device, most_items, sequences)
@@ -79,8 +80,6 @@ class CudaRunner:
         if plan.chunks or bucket is None:
             return self._runner.forward(self._inputs.bring(describe(plan, places, self._cut)))
         described = describe(plan, places, self._cut, padded=bucket)
-        if len(described.tables) > self._inputs.standing.tables:  # shared blocks, as of a profile
-            return self._runner.forward(self._inputs.bring(described))[:rows]
         self._inputs.refill(described)
         graph, logits = self._graphs[bucket]
         graph.replay()
