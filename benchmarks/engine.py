@@ -143,10 +143,15 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[list[int]]:
     return [[chance.randrange(100, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
+def _unknown(number: int, prompt: list[int], new: int) -> Submit:
+    """A request whose KV is computed, though an earlier one had the same prompt."""
+    return Submit(number, list(prompt), new, Sampling(temperature=0), salt=os.urandom(8))
+
+
 def _our_decode(engine: Any, batch: list[list[int]]) -> tuple[float, float]:
     """Tokens per second once every stream decodes; milliseconds of a step outside the forward."""
     for number, prompt in enumerate(batch):
-        engine.submit(Submit(number, list(prompt), NEW, Sampling(temperature=0)))
+        engine.submit(_unknown(number, prompt, NEW))
     tokens, seconds, host = 0, 0.0, []
     while engine.has_work():
         started = time.perf_counter()
@@ -182,7 +187,7 @@ def generate(model: Any, batch: list[list[int]], new: int) -> float:
 
 
 def _our_prefill(engine: Any, prompt: list[int]) -> float:
-    engine.submit(Submit(0, list(prompt), 1, Sampling(temperature=0)))
+    engine.submit(_unknown(0, prompt, 1))
     started = time.perf_counter()
     while engine.has_work():
         engine.step()
