@@ -97,7 +97,7 @@ class Report:
 class Rest:
     """The server when nobody asks anything of it."""
 
-    booked_bytes: int  # what is held at rest: processes, weights, and the KV that is committed
+    booked_bytes: int  # what is held at rest: processes with their buffers, weights, committed KV
     read_bytes: int
     blocks: int
     free_blocks: int
@@ -216,7 +216,7 @@ def at_rest(server: Served, cage: Cage, folder: Path) -> Rest:
         metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
         idle = not figures["requests"]["used_bytes"] and not _metric(metrics, "penstock_running")
         purposes = figures["domains"]["ram"]["purposes"]
-        booked = purposes["process"] + purposes["weights"]
+        booked = purposes["process"] + purposes["weights"] + purposes["queue"]
         booked += _metric(metrics, "penstock_kv_committed_bytes")
         rest = Rest(
             booked_bytes=booked,

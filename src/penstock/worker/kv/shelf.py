@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 # Trays for writing: this much of the grant, but no more.
 QUEUE_SHARE = 1 / 32
 QUEUE_BYTES = 32 << 20
-READ_TRAYS = 4
+READ_BYTES = 8 << 20  # of trays for reading, but two at least
 FLUSH_S = 3.0
 # After so long without a block the disk is taken to hang, and what is awaited is computed.
 PATIENCE_S = 5.0
@@ -82,11 +82,12 @@ class Shelf:
         self._size = arena.layout.block_bytes
         writing = max(2, min(QUEUE_BYTES, int(grant_bytes * QUEUE_SHARE)) // self._size)
         # Written to, so that they are in the process's memory before anybody measures it.
-        self._trays = torch.full((writing + READ_TRAYS, self._size), 1, dtype=torch.uint8)
+        reading = max(2, READ_BYTES // self._size)
+        self._trays = torch.full((writing + reading, self._size), 1, dtype=torch.uint8)
         self.tray_bytes = self._trays.numel()
         self._to_write = deque(range(writing))
         self._to_read: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for tray in range(writing, writing + READ_TRAYS):
+        for tray in range(writing, writing + reading):
             self._to_read.put(tray)
         self._waiting: deque[bytes] = deque()  # computed, not yet offered to the writer
         self._offered: set[bytes] = set()

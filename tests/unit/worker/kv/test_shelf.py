@@ -138,7 +138,7 @@ def test_what_is_dropped_is_put_nowhere_and_blocks_nobody(arena: Arena, spec: Sh
     shelf = opened(arena, spec)
     save_all(shelf, 1)
     before = arena.bytes_of(40).clone()
-    for _ in range(5):  # more than there are trays, if one were lost each time
+    for _ in range(300):  # more than there are trays, if one were lost each time
         shelf.drop(shelf.fetch(KEYS))
     receiver = Receiver(50)
     fetch_all(shelf, receiver, KEYS[:3])
