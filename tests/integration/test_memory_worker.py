@@ -320,6 +320,6 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
     for step in found:
         assert step.measured_bytes <= step.predicted_bytes, step
     # Tokens that share experts take more than the same number that spread over them.
-    most = 1.35 if architecture == "llama" else 1.8
+    most = 1.35 if architecture == "llama" else 2.1
     ratios = sorted(step.predicted_bytes / step.measured_bytes for step in found[-6:])
     assert ratios[3] <= most, found[-6:]
