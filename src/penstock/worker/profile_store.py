@@ -21,7 +21,7 @@ from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the an
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 4
+FORMAT = 5
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
