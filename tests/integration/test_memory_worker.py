@@ -321,7 +321,7 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
         capped=False,
     )
     found = measured_steps(spec, 60)
-    # Where a heap puts things is partly chance: in a fresh process the same shape is not above again.
+    # Where a heap puts things is partly chance: in a fresh process the same shape is not above.
     if above := _above(found):
         assert len(above) <= 2, above
         assert not above.keys() & _above(measured_steps(spec, 60)).keys()
