@@ -150,6 +150,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     verify.compare_with_own_attention(model, engine, text)
     known = weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
+    if shelf is not None:
+        shelf.start()
     ready.load_s = time.perf_counter() - started
     return engine
 

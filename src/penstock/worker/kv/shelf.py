@@ -101,7 +101,13 @@ class Shelf:
         self._compute_s: float | None = None  # of a block's tokens, when last measured
         self._tier: DiskTier | None = None
         self._writer: Writer | None = None
-        threading.Thread(target=self._read, args=(spec,), name="kv-reader", daemon=True).start()
+        self._reader = threading.Thread(
+            target=self._read, args=(spec,), name="kv-reader", daemon=True
+        )
+
+    def start(self) -> None:
+        """Look at the disk, when nothing is measured any more that a thread would disturb."""
+        self._reader.start()
 
     def keep(self, key: bytes) -> None:
         """A block is known under this key: it is worth saving."""

@@ -67,6 +67,7 @@ def until(what: Callable[[], object]) -> None:
 
 def opened(arena: Arena, spec: ShelfSpec) -> Shelf:
     made = Shelf(arena, spec, 1 << 30)
+    made.start()
     until(made.stats)
     return made
 
