@@ -62,7 +62,7 @@ base = meter.held()
 pins, pieces = [], []
 for _ in range(64):  # each piece has something behind it that stays
     pieces.append(torch.ones(1 << 18))
-    pins.append(torch.ones(64))
+    pins.append(torch.ones(1 << 14))
 del pieces
 meter.drop_caches()
 taken = meter.held() - base
