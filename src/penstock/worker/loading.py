@@ -37,10 +37,10 @@ from penstock.worker.meter import (
     meter_for,
     overhead_bytes,
 )
-from penstock.worker.models import attention, verify
+from penstock.worker.models import attention, verify, weights
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
-from penstock.worker.profile import Bench, profile
+from penstock.worker.profile import Bench, profile, remember
 from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         queue_bytes=0 if shelf is None else shelf.tray_bytes,
     )
     engine = GenerateEngine(bench, measured, ready, shelf)
-    verify.compare_with_own_attention(model, engine, text)
+    if not measured.proven:
+        verify.compare_with_own_attention(model, engine, text)
+        remember(bench, measured)
     known = weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
     if shelf is not None:
@@ -257,7 +259,16 @@ def _load_model(
     if seed is not None:
         model = _random_model(config, dtype, device, seed)
     else:
-        model = _stored_model(spec, config, dtype)
+        model = weights.stream(
+            config,
+            attention.IMPLEMENTATION,
+            dtype,
+            device,
+            files,
+            lambda done, total: progress("weights", done, total),
+        )
+        if model is None:
+            model = _stored_model(spec, config, dtype)
     model = model.to(device).eval().requires_grad_(False)
     progress("weights", total, total)
     return model

@@ -5,8 +5,10 @@
     size       KV gets what the grant leaves beside the largest step
     validate   the arena full, the largest step again, under the cap
 
-A stored profile skips the first three. What does not fit is made smaller before the model is
-refused: the step is halved, then the arena shrinks. An engine cannot be made without a `Profile`.
+A stored profile skips the first three; on a CPU also the fourth, once a load in no more memory has
+passed it: what libraries take for themselves at their first largest step is kept free then.
+What does not fit is made smaller before the model is refused: the step is halved, then the arena
+shrinks. An engine cannot be made without a `Profile`.
 """
 
 from __future__ import annotations
@@ -60,6 +62,9 @@ class Profile:
     kv_blocks: int  # blocks in use at once, the reserved one among them
     kv_bytes: int  # what the arena commits for them at most
     held_bytes: int  # on the meter, with everything in place but KV and steps
+    kept_bytes: int = 0  # what libraries take for themselves at their first largest step
+    shrunk: bool = False  # the arena, because it did not stand the test
+    proven: bool = False  # by an earlier load
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +86,42 @@ class Bench:
 
 def profile(bench: Bench) -> Profile:
     """Measure, or apply what was measured before; raises `ModelTooLarge` with every knob."""
-    _warm_up(bench)
+    _begin(bench)
+    before = _baseline(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
-    if stored is not None and _applies(bench, stored):
+    applies = stored is not None and _applies(bench, stored)
+    if stored is not None and applies and (found := _taken_over(bench, stored)) is not None:
+        return found
+    _warm_up(bench)
+    if stored is not None and applies:
         try:
-            return _validated(bench, _limits(bench.limits, stored.step_tokens), stored.cost)
+            found = _validated(bench, _limits(bench.limits, stored.step_tokens), stored.cost)
         except ModelTooLarge as error:
             log.warning("the stored profile does not hold, so it is measured anew: %s", error)
-    limits, cost = _stress(bench)
-    profile_store.save(
-        bench.spec.profile_dir,
-        StoredProfile(
-            format=profile_store.FORMAT,
-            fingerprint=bench.fingerprint,
-            memory_bytes=bench.spec.memory_bytes,
-            step_tokens=limits.tokens,
-            step_sequences=limits.sequences,
-            cost=cost,
-        ),
+        else:
+            return dataclasses.replace(found, kept_bytes=max(0, found.held_bytes - before))
+    found = _validated(bench, *_stress(bench))
+    return dataclasses.replace(found, kept_bytes=max(0, found.held_bytes - before))
+
+
+def remember(bench: Bench, found: Profile) -> None:
+    """Keep a profile for later loads, once the model has passed all that a load asks of it."""
+    if found.proven:
+        return
+    stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
+    known = stored is not None and stored.cost == found.cost
+    stored = StoredProfile(
+        format=profile_store.FORMAT,
+        fingerprint=bench.fingerprint,
+        memory_bytes=stored.memory_bytes if stored and known else bench.spec.memory_bytes,
+        step_tokens=found.limits.tokens,
+        step_sequences=found.limits.sequences,
+        cost=found.cost,
+        # Where the arena had to shrink, the next load tries again.
+        proven_bytes=0 if found.shrunk else bench.spec.memory_bytes,
+        kept_bytes=found.kept_bytes,
     )
-    return _validated(bench, limits, cost)
+    profile_store.save(bench.spec.profile_dir, stored)
 
 
 def _applies(bench: Bench, stored: StoredProfile) -> bool:
@@ -115,8 +136,39 @@ def _applies(bench: Bench, stored: StoredProfile) -> bool:
     )
 
 
+def _taken_over(bench: Bench, stored: StoredProfile) -> Profile | None:
+    """A profile that an earlier load has proven, in no larger a grant; None if there is none.
+
+    On a CPU only, where the largest step takes seconds. An explicit size of the KV is always tried.
+    """
+    spec, kept = bench.spec, stored.kept_bytes
+    if not 0 < stored.proven_bytes <= spec.memory_bytes or spec.kv_tokens is not None:
+        return None
+    limits = _limits(bench.limits, stored.step_tokens)
+    room = _kv_room(bench, spec.memory_bytes - kept - _largest_step(stored.cost, limits))
+    blocks = bench.arena.blocks_within(room)
+    if blocks < 2 or not bench.arena.in_ram:
+        return None
+    found = _profile_of(bench, limits, stored.cost, blocks, kept)
+    bench.pool.set_limit(blocks)
+    bench.cap.settle()
+    bench.cap.move(found.kv_bytes, found.step_bytes)
+    return dataclasses.replace(found, held_bytes=_baseline(bench), kept_bytes=kept, proven=True)
+
+
+def _begin(bench: Bench) -> None:
+    """Start threads: then the cap can be set."""
+    stress = _open(bench, bench.limits, tokens=1)
+    try:
+        stress.run(Trial(1, demanding=True), bench.vocabulary)
+    finally:
+        stress.close()
+    bench.meter.drop_caches()
+    bench.cap.settle()
+
+
 def _warm_up(bench: Bench) -> None:
-    """Start threads, fill the caches that libraries never empty; then the cap can be set."""
+    """Fill the caches that libraries never empty."""
     stress = _open(bench, bench.limits)
     some = min(LEAST_STEP_TOKENS, bench.limits.tokens, _reach(bench, bench.limits).longest)
     several = min(8, bench.limits.sequences)
@@ -203,7 +255,7 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
         bench.cap.settle()
         if _survives(bench, found):
             # Everything is in place now; libraries have what they keep.
-            return dataclasses.replace(found, held_bytes=_baseline(bench))
+            return dataclasses.replace(found, held_bytes=_baseline(bench), shrunk=failures > 1)
     raise _too_large(bench, limits, cost, f"validation failed after {retries} retries")
 
 
@@ -277,9 +329,9 @@ def _limits(asked: StepLimits, tokens: int) -> StepLimits:
     return dataclasses.replace(asked, tokens=tokens, sequences=sequences, logit_rows=2 * sequences)
 
 
-def _open(bench: Bench, limits: StepLimits) -> Stress:
+def _open(bench: Bench, limits: StepLimits, tokens: int | None = None) -> Stress:
     return Stress(
-        *(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens),
+        *(bench.executor, bench.arena, bench.pool, bench.meter, tokens or limits.tokens),
         # A GPU computes experts in groups, whose memory does not depend on who goes where.
         routes=bench.routes and bench.arena.in_ram,
     )

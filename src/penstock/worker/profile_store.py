@@ -21,7 +21,7 @@ from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the an
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 5
+FORMAT = 6
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
@@ -34,6 +34,10 @@ class StoredProfile(msgspec.Struct, frozen=True):
     step_tokens: int
     step_sequences: int
     cost: CostModel
+    # Of the load that went through all of it: its validation and its comparison with the model's
+    # own attention. 0: none did so far.
+    proven_bytes: int = 0  # the grant; whoever has as much need not prove it again
+    kept_bytes: int = 0  # what libraries took for themselves at the largest step
 
 
 def fingerprint(spec: LoadSpec, dtype: torch.dtype, window: int, block_tokens: int) -> str:

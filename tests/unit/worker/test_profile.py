@@ -18,7 +18,9 @@ from penstock.worker.profile import (
     HOST_BYTES_PER_TOKEN,
     LEAST_STEP_TOKENS,
     Bench,
+    Profile,
     profile,
+    remember,
 )
 from penstock.worker.scheduling.scheduler import StepLimits
 
@@ -46,6 +48,7 @@ class Machine:
         self.steps: list[StepShape] = []
         self.failures_to_come = 0  # of steps beside a full arena
         self.more_beside_kv = 0  # bytes that a step takes beside a full arena, and not before
+        self.kept_bytes = 0  # from the second step on
         self.bug = False
 
     def cost(self, shape: StepShape) -> int:
@@ -67,7 +70,8 @@ class Machine:
         return StepResult()
 
     def held(self) -> int:
-        return 1000 * MIB + self.arena.committed_bytes
+        kept = self.kept_bytes if len(self.steps) > 1 else 0
+        return 1000 * MIB + self.arena.committed_bytes + kept
 
     def mark(self) -> None:
         self.highest = 0
@@ -77,6 +81,9 @@ class Machine:
 
     def drop_caches(self) -> None:
         pass
+
+    def excuse(self, taken_bytes: int) -> int:
+        return 0
 
     def settle(self) -> None:
         pass
@@ -206,27 +213,60 @@ def test_a_size_of_the_users_own_is_taken_as_it_is_and_validated() -> None:
         profile(make_bench(failing, 128 * MIB, kv_tokens=4000))
 
 
-def test_a_stored_profile_is_applied_and_only_validated(tmp_path: Path) -> None:
+def load(machine: Machine, memory_bytes: int, directory: Path) -> Profile:
+    """A load that comes to its end."""
+    bench = make_bench(machine, memory_bytes, profile_dir=str(directory))
+    found = profile(bench)
+    remember(bench, found)
+    return found
+
+
+def test_a_profile_that_was_proven_in_no_more_memory_is_taken_over(tmp_path: Path) -> None:
+    first, second, third = Machine(), Machine(), Machine()
+    first.kept_bytes = 3 * MIB
+    one = load(first, 128 * MIB, tmp_path)
+    assert one.kept_bytes == 3 * MIB
+    two = load(second, 128 * MIB, tmp_path)
+    assert two.proven and len(second.steps) == 1, "only threads are started"
+    assert (two.cost, two.limits) == (one.cost, one.limits)
+    # What libraries will take for themselves is kept free, at the cost of KV.
+    assert two.step_bytes - two.host_bytes == one.step_bytes - one.host_bytes + 3 * MIB
+    assert two.kv_bytes + two.step_bytes <= 128 * MIB
+    assert second.limit == two.kv_bytes + two.step_bytes, "the cap is in place"
+    more = load(third, 160 * MIB, tmp_path)
+    assert more.proven and more.kv_bytes > two.kv_bytes
+
+
+def test_an_unproven_profile_is_validated(tmp_path: Path) -> None:
     first, second = Machine(), Machine()
-    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
-    two = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
-    assert two == one
-    assert len(second.steps) < len(first.steps) / 2
+    first.failures_to_come = 2  # the arena has to shrink
+    one = load(first, 128 * MIB, tmp_path)
+    two = load(second, 128 * MIB, tmp_path)
+    assert one.shrunk and not two.shrunk and not two.proven
+    assert two.cost == one.cost
+    assert 1 < len(second.steps) < len(first.steps) / 2
+
+
+def test_an_explicit_size_of_the_kv_is_always_tried(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    load(first, 128 * MIB, tmp_path)
+    found = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path), kv_tokens=2000))
+    assert not found.proven and len(second.steps) > 1
 
 
 def test_a_stored_profile_that_does_not_hold_is_measured_anew(tmp_path: Path) -> None:
     first, second = Machine(), Machine()
-    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    one = load(first, 128 * MIB, tmp_path)
     second.failures_to_come = 5
-    two = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
-    assert two == one
+    two = load(second, 127 * MIB, tmp_path)
+    assert two.limits == one.limits and not two.proven
     assert len(second.steps) > len(first.steps)
 
 
 def test_a_little_less_memory_is_no_reason_to_measure_again(tmp_path: Path) -> None:
     first, second = Machine(), Machine()
-    one = profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
-    two = profile(make_bench(second, 120 * MIB, profile_dir=str(tmp_path)))
+    one = load(first, 128 * MIB, tmp_path)
+    two = load(second, 120 * MIB, tmp_path)
     assert two.cost == one.cost and two.kv_bytes < one.kv_bytes
     assert len(second.steps) < len(first.steps) / 2
 
@@ -237,7 +277,7 @@ def test_a_little_less_memory_is_no_reason_to_measure_again(tmp_path: Path) -> N
 )
 def test_a_stored_profile_that_does_not_apply_is_measured_anew(tmp_path: Path, spoil: str) -> None:
     first, second = Machine(), Machine()
-    profile(make_bench(first, 128 * MIB, profile_dir=str(tmp_path)))
+    load(first, 128 * MIB, tmp_path)
     bench = make_bench(second, 128 * MIB, profile_dir=str(tmp_path))
     if spoil == "much less memory":  # the step must be halved
         bench = make_bench(second, 60 * MIB, profile_dir=str(tmp_path))
@@ -254,8 +294,8 @@ def test_a_stored_profile_that_does_not_apply_is_measured_anew(tmp_path: Path, s
 
 def test_a_step_that_was_halved_is_tried_again_with_more_memory(tmp_path: Path) -> None:
     first, second = Machine(), Machine()
-    halved = profile(make_bench(first, 60 * MIB, profile_dir=str(tmp_path)))
-    whole = profile(make_bench(second, 128 * MIB, profile_dir=str(tmp_path)))
+    halved = load(first, 60 * MIB, tmp_path)
+    whole = load(second, 128 * MIB, tmp_path)
     assert halved.limits.tokens < whole.limits.tokens == 1024
 
 

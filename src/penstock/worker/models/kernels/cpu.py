@@ -40,8 +40,7 @@ class CpuKernels(ReferenceKernels):
         """Send what our kernels do better to them; weights stay where they are."""
         cpu_layers.adopt_rotation(model)
         # First, since its parts must still be plain.
-        _replace(model, cpu_layers.gated_mlp)
-        cpu_layers.share_between(model)
+        cpu_layers.adopt_mlps(model)
         cpu_layers.adopt_experts(model)
         _replace(model, _quicker)
 

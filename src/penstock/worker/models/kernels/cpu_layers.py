@@ -145,7 +145,7 @@ class GatedMlp(nn.Module):
         return gate, up
 
 
-def share_between(model: nn.Module) -> None:
+def _share_between(model: nn.Module) -> None:
     """One `Between` for all layers; dropped behind the last of them, and when a step fails."""
     between = Between()
     for module in model.modules():
@@ -155,26 +155,41 @@ def share_between(model: nn.Module) -> None:
     body.register_forward_hook(between.drop, always_call=True)
 
 
-def gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """The same computation in place; None for what is something else."""
+def adopt_mlps(model: nn.Module) -> None:
+    """Compute gated mlps in place, over memory that all layers share."""
+    same: dict[object, bool] = {}  # by kind: a model's layers are alike
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (mlp := _gated_mlp(child)) is None:
+                continue
+            width = mlp.gate_proj.weight.shape
+            kind = (type(child), type(getattr(child, "act_fn", None)), width)
+            if kind not in same:
+                same[kind] = _answers_alike(child, mlp)
+            if same[kind]:
+                setattr(parent, name, mlp)
+    _share_between(model)
+
+
+def _gated_mlp(module: nn.Module) -> GatedMlp | None:
+    """What may be the same computation; None for what is something else."""
     parts = dict(module.named_children())
     linears = [parts.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if any(type(linear) is not nn.Linear for linear in linears) or set(parts) - {"act_fn"}:
         return None
-    gate, up, down = linears
-    assert isinstance(gate, nn.Linear)
-    assert up is not None
-    assert down is not None
     if any(True for _ in module.parameters(recurse=False)):
         return None
-    mlp = GatedMlp(gate, up, down)
-    sample = torch.randn(2, gate.in_features, generator=torch.Generator().manual_seed(0))
+    return GatedMlp(*(linear for linear in linears if linear is not None))
+
+
+def _answers_alike(module: nn.Module, mlp: GatedMlp) -> bool:
+    chance = torch.Generator().manual_seed(0)
+    sample = torch.randn(2, mlp.gate_proj.in_features, generator=chance)
     try:
         expected = module(sample)
     except TypeError:  # takes more than rows
-        return None
-    same = isinstance(expected, Tensor) and torch.allclose(expected, mlp(sample), atol=1e-6)
-    return mlp if same else None
+        return False
+    return isinstance(expected, Tensor) and torch.allclose(expected, mlp(sample), atol=1e-6)
 
 
 class SlicedExperts:
