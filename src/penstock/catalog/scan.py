@@ -117,6 +117,18 @@ def make_shape_folder(name: str, models: Path) -> Path:
     return final
 
 
+def file_marks(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of each file of a model: other marks, other files."""
+    marks: list[tuple[str, int, int]] = []
+    try:
+        for path in folder.iterdir():
+            found = path.stat()
+            marks.append((path.name, found.st_size, found.st_mtime_ns))
+    except OSError:  # it is being replaced
+        return ()
+    return tuple(sorted(marks))
+
+
 def model_folders(models: Path) -> Iterator[Path]:
     """Folders with a config.json, one or two levels below `models`."""
     for path in _subfolders(models):
