@@ -71,6 +71,7 @@ class Model:
     waiting: int = 0  # leases that are not given yet
     stands_back: bool = False  # gives no new lease: a load waits for what it holds
     cancels: int = 0  # of loads, by the user
+    load_cancelled: bool = False  # the one in progress, by anyone
     used_at: float = field(default_factory=time.monotonic)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ready_at: float = 0.0
@@ -155,7 +156,7 @@ class Model:
     def enter(self, state: State) -> None:
         """Change the state and wake whoever waits for a change."""
         self.state = state
-        self.stands_back = False
+        self.stands_back = self.load_cancelled = False
         self.changed.set()
 
     async def wait(self) -> None:
@@ -240,6 +241,12 @@ class Model:
         row = {**(error.numbers or {}), "code": error.code, "reason": error.message}
         self.events.add("load failed", model=self.name, retry_in_s=pause_s, **row)
         self.enter(State.FAILED)
+
+    def cancel_load(self) -> None:
+        """End the load, if there is one; its process is seen to in peace, so only once."""
+        if self.state is State.LOADING and self.task is not None and not self.load_cancelled:
+            self.load_cancelled = True  # `cancelling()` would count time-outs inside it, too
+            self.task.cancel()
 
     def give_up(self) -> None:
         """The load was cancelled."""

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from penstock.catalog import Card  # noqa: TC001 - a NamedTuple's fields are read at run time
 from penstock.catalog.scan import file_marks
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Lease(NamedTuple):
@@ -99,9 +101,8 @@ class Residency:
             ) from None
         finally:
             model.waiting -= 1
-            if model.state is State.LOADING and model.worker is None and not model.waiting:
-                assert model.task is not None
-                model.task.cancel()
+            if model.worker is None and not model.waiting:
+                model.cancel_load()
         assert model.card is not None
         model.leases += 1
         try:
@@ -127,7 +128,7 @@ class Residency:
         task = model.task
         if model.state is State.LOADING:
             model.cancels += 1
-            task.cancel()
+            model.cancel_load()
         await asyncio.wait([task])
         return True
 
@@ -262,37 +263,33 @@ class Residency:
         self.gpus = await asyncio.to_thread(read_gpus)
         plan = self._plan(model.card, self.gpus)
         await self._measure_template()
-        async with contextlib.AsyncExitStack() as undo:
-            booking = await self.room.take(plan.load_need())
-            undo.callback(booking.release)
-            holding = Holding(self.ledger, plan, booking)
-            largest = largest_kv(self.ledger.snapshot(), plan.room(), self.room.residents())
-            self.events.add(
-                "restart" if model.restarting else "load",
-                model=model.name,
-                waited_s=round(time.monotonic() - begun, 3),
-                bytes=holding.total_bytes,
-                kv_bytes=holding.granted_kv_bytes,
-            )
-            worker = await self._birth(plan.spec(holding.granted_kv_bytes, largest, self._storage))
-            undo.pop_all()
-            model.move_in(worker, holding)
-            undo.push_async_callback(worker.stop)
+        booking = await self.room.take(plan.load_need())
+        holding = Holding(self.ledger, plan, booking)
+        largest = largest_kv(self.ledger.snapshot(), plan.room(), self.room.residents())
+        spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
+        self.events.add(
+            "restart" if model.restarting else "load",
+            model=model.name,
+            waited_s=round(time.monotonic() - begun, 3),
+            bytes=holding.total_bytes,
+            kv_bytes=holding.granted_kv_bytes,
+        )
+        try:
+            worker = await _to_its_end(self._birth(model, spec, holding))
             await asyncio.shield(worker.ready)
             if model.worker is not worker:
                 raise WorkerLost(f"The process of the model {model.name!r} ended as it was ready.")
             holding.move_in(worker.client)
-            undo.pop_all()
-
-    async def _birth(self, spec: LoadSpec) -> WorkerHandle:
-        """A process, which a cancelled load does not leave behind."""
-        birth = asyncio.ensure_future(self._supervisor.start(spec))
-        try:
-            return await asyncio.shield(birth)
-        except asyncio.CancelledError:
-            with contextlib.suppress(PenstockError, OSError):
-                await (await birth).stop()
+        except BaseException:
+            if model.worker is not None:
+                await _to_its_end(model.worker.stop())
+            booking.release()  # of a process that is gone, or was never there
             raise
+
+    async def _birth(self, model: Model, spec: LoadSpec, holding: Holding) -> WorkerHandle:
+        worker = await self._supervisor.start(spec)
+        model.move_in(worker, holding)
+        return worker
 
     def _plan(self, card: Card, gpus: Sequence[GpuReading]) -> ModelPlan:
         settings = self._settings.settings(card.name)
@@ -332,3 +329,13 @@ class Residency:
             if isinstance(other.error, ModelTooLarge | Overloaded):
                 other.retry_at = 0.0  # there is more room now
         self.room.spread()
+
+
+async def _to_its_end(work: Coroutine[None, None, T]) -> T:
+    """What comes of it; who is cancelled meanwhile goes on only when it is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
