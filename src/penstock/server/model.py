@@ -92,6 +92,13 @@ class Model:
         assert self.worker is not None
         return self.worker.client
 
+    @property
+    def idle(self) -> bool:
+        """Nobody uses it, nor is about to: who has waited for its load takes the lease a moment
+        after it is ready. Those for whom it stands back do not count."""
+        coming = self.waiting and not self.stands_back
+        return not self.leases and not coming and not self.client.open_requests
+
     # --- as a tenant of `Room` ---
 
     def resident(self) -> Resident:
@@ -109,7 +116,7 @@ class Model:
             kv_bytes=holding.kv_bytes,
             kv_used_bytes=min(used, holding.kv_bytes),
             kv_least_bytes=min(holding.need.kv_least_bytes, holding.kv_bytes),
-            idle=not self.leases and not self.client.open_requests,
+            idle=self.idle,
             pinned=self.pinned,
             used_at=self.used_at,
             served=time.monotonic() - self.ready_at >= self.client.ready.load_s,
@@ -144,7 +151,7 @@ class Model:
 
     def rested(self, after_s: float) -> bool:
         """Whether it has been idle for so long; true once for each time it rests."""
-        if self.leases or self.client.open_requests or self._rests_since == self.used_at:
+        if not self.idle or self._rests_since == self.used_at:
             return False
         if time.monotonic() - self.used_at < after_s:
             return False

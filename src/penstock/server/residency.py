@@ -195,7 +195,7 @@ class Residency:
 
     async def _unload_idle(self, model: Model) -> None:
         """For another model's sake: not if someone came meanwhile, or pinned it."""
-        if model.state is State.READY and not model.leases and not model.pinned:
+        if model.state is State.READY and model.idle and not model.pinned:
             await self.unload(model.name, reason="room")
 
     async def _look_again(self, model: Model) -> None:

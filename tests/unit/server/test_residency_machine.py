@@ -12,7 +12,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest import mock
 
 from hypothesis import HealthCheck, settings
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -52,6 +53,8 @@ BLOCK = 16
 STEP = 2 * MIB
 PROCESS = 24 * MIB
 PATIENCE_S = 600.0
+
+T = TypeVar("T")
 
 
 def card(name: str) -> Card:
@@ -196,6 +199,10 @@ class Request:
     worker: Worker | None = None  # while the lease is held
 
 
+def pick(things: list[T], which: int) -> T:
+    return things[which % len(things)]
+
+
 class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +215,6 @@ class World(RuleBasedStateMachine):
         self.workers: list[Worker] = []
         self.requests: list[Request] = []
         self.others: list[asyncio.Task[Any]] = []  # unloads, growth
-        self.asked: dict[str, int] = {}  # unloads that users have asked for
         self.marks = dict.fromkeys(NAMES, 0)
         self.broken: set[str] = set()
         for place, thing, fake in (
@@ -250,6 +256,24 @@ class World(RuleBasedStateMachine):
     def living(self, name: str) -> list[Worker]:
         return [w for w in self.workers if w.spec.name == name and not w.ended.done()]
 
+    def open_requests(self) -> list[Request]:
+        return [r for r in self.requests if r.task and not r.task.done()]
+
+    def leased(self) -> list[Worker]:
+        return [r.worker for r in self.requests if r.worker and r.worker.alive]
+
+    def processes(self) -> list[Worker]:
+        return [w for w in self.workers if not w.ended.done()]
+
+    def loading(self) -> list[Worker]:
+        return [w for w in self.processes() if not w.ready.done()]
+
+    def ending(self) -> list[Worker]:
+        return [w for w in self.processes() if w.end_expected]
+
+    def ordered(self) -> list[Worker]:
+        return [w for w in self.processes() if w.orders]
+
     async def unload_is_right(self, name: str, *args: Any, reason: str = "asked") -> bool:
         if reason == "room":
             model = self.residency._models[name]
@@ -281,37 +305,34 @@ class World(RuleBasedStateMachine):
         self.requests.append(request)
         self.run()
 
+    @precondition(lambda self: self.open_requests())
     @rule(which=st.integers(0, 30), leaves=st.booleans())
     def request_ends(self, which: int, leaves: bool) -> None:
-        open_ = [r for r in self.requests if r.task and not r.task.done()]
-        if open_:
-            request = open_[which % len(open_)]
-            assert request.task is not None
-            if leaves:
-                request.task.cancel()
-            elif not request.release.done():
-                request.release.set_result(None)
-            self.run()
+        request = pick(self.open_requests(), which)
+        assert request.task is not None
+        if leaves:
+            request.task.cancel()
+        elif not request.release.done():
+            request.release.set_result(None)
+        self.run()
 
+    @precondition(lambda self: self.leased())
     @rule(which=st.integers(0, 30), tokens=st.integers(1, 1500))
     def computes(self, which: int, tokens: int) -> None:
-        leased = [r.worker for r in self.requests if r.worker and r.worker.alive]
-        if leased:
-            worker = leased[which % len(leased)]
-            if TOKEN * tokens + sum(worker.busy.values()) <= worker.kv:
-                submit = Submit(0, [1] * tokens, 1, Sampling())
-                generation = worker.client.generate(submit)
-                worker.step()
-                if which % 2:
-                    self.begin(generation.aclose())
-            self.run()
+        worker = pick(self.leased(), which)
+        if TOKEN * tokens + sum(worker.busy.values()) <= worker.kv:
+            submit = Submit(0, [1] * tokens, 1, Sampling())
+            generation = worker.client.generate(submit)
+            worker.step()
+            if which % 2:
+                self.begin(generation.aclose())
+        self.run()
 
     # --- processes ---
 
+    @precondition(lambda self: self.births.waiting)
     @rule(which=st.integers(0, 3), outcome=st.sampled_from(("born", "born", "born", "refused")))
     def birth(self, which: int, outcome: str) -> None:
-        if not self.births.waiting:
-            return
         spec, birth = self.births.waiting.pop(which % len(self.births.waiting))
         if outcome == "refused":
             birth.set_exception(OSError(11, "no more processes"))
@@ -321,16 +342,14 @@ class World(RuleBasedStateMachine):
             birth.set_result(worker)
         self.run()
 
+    @precondition(lambda self: self.loading())
     @rule(
         which=st.integers(0, 3),
         outcome=st.sampled_from(("ready", "ready", "large", "small", "unusable", "busy", "dead")),
         and_dies=st.booleans(),
     )
     def load_ends(self, which: int, outcome: str, and_dies: bool) -> None:
-        loading = [w for w in self.workers if not w.ready.done()]
-        if not loading:
-            return
-        worker = loading[which % len(loading)]
+        worker = pick(self.loading(), which)
         match outcome:
             case "ready" | "large":
                 worker.become_ready(300 * MIB if outcome == "large" else 0)
@@ -344,33 +363,29 @@ class World(RuleBasedStateMachine):
             worker.die(-9)
         self.run()
 
+    @precondition(lambda self: self.processes())
     @rule(which=st.integers(0, 3))
     def death(self, which: int) -> None:
-        living = [w for w in self.workers if not w.ended.done()]
-        if living:
-            living[which % len(living)].die(-11)
-            self.run()
+        pick(self.processes(), which).die(-11)
+        self.run()
 
+    @precondition(lambda self: self.processes())
     @rule(which=st.integers(0, 3))
     def first_sign_of_death(self, which: int) -> None:
-        living = [w for w in self.workers if not w.ended.done()]
-        if living:
-            living[which % len(living)].alive = False
-            self.run()
+        pick(self.processes(), which).alive = False
+        self.run()
 
+    @precondition(lambda self: self.ending())
     @rule(which=st.integers(0, 3))
     def reaped(self, which: int) -> None:
-        ending = [w for w in self.workers if w.end_expected and not w.ended.done()]
-        if ending:
-            ending[which % len(ending)].die(0)
-            self.run()
+        pick(self.ending(), which).die(0)
+        self.run()
 
+    @precondition(lambda self: self.ordered())
     @rule(which=st.integers(0, 3))
     def order_is_answered(self, which: int) -> None:
-        asked = [w for w in self.workers if w.orders and not w.ended.done()]
-        if asked:
-            asked[which % len(asked)].answer()
-            self.run()
+        pick(self.ordered(), which).answer()
+        self.run()
 
     # --- users and neighbours ---
 
