@@ -171,7 +171,7 @@ class WorkerHandle:
         self._log = output
         self.end_expected = False  # we asked for it, or it has said why it cannot serve
         self.words_heard = 0
-        self._hang = ""  # why we end it, if it hangs
+        self.hang = ""  # why we end it, if it hangs
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -194,8 +194,8 @@ class WorkerHandle:
 
     def end_hung(self, why: str) -> None:
         """End it without asking: it has stopped working. To its requests that is a death."""
-        if self.alive and not self._hang:
-            self._hang = why
+        if self.alive and not self.hang:
+            self.hang = why
             self._ending = asyncio.get_running_loop().create_task(self._end_hung())
 
     async def _end_hung(self) -> None:
@@ -256,7 +256,7 @@ class WorkerHandle:
         oom_kill = await asyncio.to_thread(_was_oom_kill, self.pid, code)
         await asyncio.to_thread(remove_group, self.pid)  # also of one that died while loading
         self._log.close()
-        cause = describe_exit(code, oom_kill) if not self._hang else f"{self._hang} and was ended"
+        cause = describe_exit(code, oom_kill) if not self.hang else f"{self.hang} and was ended"
         name = self.spec.name
         lines = tuple(self._log.tail().splitlines()[-_LAST_LINES:])
         ending = Ending(cause, code, oom_kill, lines, self.client.open_requests)

@@ -57,7 +57,7 @@ class Watchdog:
         self._looked_at = now
         known, self._silences = self._silences, {}
         for name, worker in workers.items():
-            if not worker.alive or worker.end_expected:
+            if not worker.alive or worker.end_expected or worker.hang:
                 continue  # it is on its way out
             signs = self._signs(worker)
             silence = known.get(worker.pid)

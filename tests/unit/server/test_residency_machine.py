@@ -242,10 +242,10 @@ class World(RuleBasedStateMachine):
             storage=Storage(Path("/profiles")),
             patience_s=PATIENCE_S,
         )
-        self.ledger.on_room = lambda: self.loop.call_soon(self.residency.room.wake)
+        self.ledger.on_room = self.room_is_free
         self.empty_books = self.ledger.snapshot()["ram"].owners
         self.real_unload = self.residency.unload
-        self.residency.unload = self.unload_is_right  # type: ignore[method-assign]
+        self.residency.unload = self.unload_is_right  # type: ignore[method-assign,assignment]
         for name, hold in first:
             self.serve(name, hold, "ready", False, False)
 
@@ -279,6 +279,9 @@ class World(RuleBasedStateMachine):
 
     def ordered(self) -> list[Worker]:
         return [w for w in self.processes() if w.orders]
+
+    def room_is_free(self) -> None:
+        self.loop.call_soon(self.residency.room.wake)
 
     async def unload_is_right(self, name: str, *args: Any, reason: str = "asked") -> bool:
         if reason == "room":
@@ -500,7 +503,7 @@ class World(RuleBasedStateMachine):
                 assert worker.kv <= booked, "KV is in use and not booked"
 
     def is_known(self, worker: Worker) -> bool:
-        return self.residency._models[worker.spec.name].worker is worker
+        return self.residency._models[worker.spec.name].worker is cast("Any", worker)
 
     @invariant()
     def every_state_has_an_exit(self) -> None:

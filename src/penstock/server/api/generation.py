@@ -175,9 +175,10 @@ class Generation:
             self.submitted = None
             try:
                 return await self._attempt(sink)
-            except WorkerLost:
+            except WorkerLost as error:
                 losses += self.submitted is not None
-                if losses > 1 or not sink.restart():
+                # With a time to come back the model is given up for so long: no use to ask again.
+                if losses > 1 or error.retry_after_s is not None or not sink.restart():
                     raise
                 self.usage.completion_tokens = self.usage.reasoning_tokens = 0
                 self._reused.clear()
