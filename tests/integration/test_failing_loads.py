@@ -54,7 +54,9 @@ def rubbish(folder: Path) -> None:
 
 
 def large(folder: Path) -> None:
-    shapes.write_folder("random:qwen3-8b", folder)
+    note = {"source": "random:tiny-llama", "random_seed": 0}
+    (folder / "penstock.json").write_text(json.dumps(note))
+    edit_config(folder, intermediate_size=1 << 20)  # 3 GiB
 
 
 # What is wrong, the status, and what the sentence must name.
