@@ -15,7 +15,7 @@ import pytest
 
 from penstock.catalog import Catalog
 from penstock.config import ModelSettings, ModelsSettings
-from penstock.errors import ModelTooLarge, Overloaded, UnknownModel, WorkerLost
+from penstock.errors import ModelTooLarge, Overloaded, PenstockError, UnknownModel, WorkerLost
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.limits import GIB, MIB
 from penstock.server import model as module
@@ -437,5 +437,106 @@ def test_closing_ends_loads_and_streams(tmp_path: Path) -> None:
             await streaming
         with pytest.raises(Overloaded, match="shutting down"):
             await loading
+
+    serve(tmp_path, scenario)
+
+
+def test_an_unload_cancels_a_load_and_who_waited_is_told(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        folder = server.add("m", FakeModel(load_s=3600))
+
+        async def one() -> None:
+            async with server.residency.lease("m"):
+                pass
+
+        waiters = [asyncio.create_task(one()) for _ in range(3)]
+        await loading_begins(folder)
+        before = set(server.ledger.snapshot()["ram"].owners)
+        assert await server.residency.unload("m") is True
+        told = await asyncio.gather(*waiters, return_exceptions=True)
+        assert all(isinstance(error, Overloaded) for error in told), told
+        assert "was cancelled" in str(told[0])
+        assert before - set(server.ledger.snapshot()["ram"].owners) == {"model:m"}
+        assert (server.row("m")["state"], server.row("m")["pid"]) == ("absent", None)
+        server.add("m", FakeModel())
+        await one()  # it is no reason to refuse the next
+        assert lives(folder) == 2
+
+    serve(tmp_path, scenario)
+
+
+def test_a_load_that_waits_for_room_ends_with_the_last_who_wants_it(tmp_path: Path) -> None:
+    settings = ModelsSettings(device="cpu", kv_bytes=GIB)
+
+    async def scenario(server: Server) -> None:
+        server.add("a")
+        folder = server.add("b")
+
+        async def use(name: str) -> None:
+            async with server.residency.lease(name):
+                pass
+
+        async with held(server, "a"):
+            wanted = asyncio.create_task(use("b"))
+            await asyncio.sleep(0.05)
+            behind = asyncio.create_task(use("a"))
+            await asyncio.sleep(0.7)  # by now `a` takes no more requests
+            assert not behind.done()
+            wanted.cancel()
+            async with asyncio.timeout(5):
+                await behind  # `a` is still held, and serves again
+            assert server.row("b")["state"] == "absent"
+        assert lives(folder) == 0
+
+    serve(tmp_path, scenario, limit=2 * GIB, settings=settings)
+
+
+def test_a_model_that_is_always_busy_makes_room_in_the_end(tmp_path: Path) -> None:
+    settings = ModelsSettings(device="cpu", kv_bytes=GIB)
+
+    async def scenario(server: Server) -> None:
+        server.add("a")
+        server.add("b")
+        served: list[str] = []
+
+        async def stream() -> None:
+            """Requests to `a` that overlap: there is never a moment without one."""
+            while "b" not in served:
+                async with server.residency.lease("a"):
+                    served.append("a")
+                    await asyncio.sleep(0.05)
+
+        async def other() -> None:
+            async with server.residency.lease("b"):
+                served.append("b")
+
+        streams = [asyncio.create_task(stream())]
+        await asyncio.sleep(0.2)
+        streams.append(asyncio.create_task(stream()))
+        async with asyncio.timeout(20):
+            await other()
+            await asyncio.gather(*streams)
+        kinds = [(row["event"], row["model"]) for row in server.residency.events.rows()]
+        assert kinds[:5] == [
+            ("load", "a"), ("loaded", "a"), ("unload", "a"), ("load", "b"), ("loaded", "b"),
+        ]  # fmt: skip
+
+    serve(tmp_path, scenario, limit=2 * GIB, settings=settings)
+
+
+def test_a_repaired_model_is_tried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFUSAL_PAUSE_S", 3600.0)
+    monkeypatch.setattr(module, "REFUSAL_PAUSE_MAX_S", 3600.0)
+
+    async def scenario(server: Server) -> None:
+        folder = server.add("m", FakeModel(load_error_code="invalid_request_error"))
+        for _ in range(2):
+            with pytest.raises(PenstockError, match="refuses to load"):
+                async with server.residency.lease("m"):
+                    pass
+        assert lives(folder) == 1
+        server.add("m", FakeModel())
+        async with server.residency.lease("m") as (_, client):
+            assert await answer(client) == [8, 9, 8]
 
     serve(tmp_path, scenario)

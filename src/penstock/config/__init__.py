@@ -99,6 +99,9 @@ class ServerSettings:
     queue_deadline_s: Annotated[
         float, Knob(parse_seconds, "longest wait for memory, a load or a turn")
     ] = 600.0
+    hang_s: Annotated[
+        float, Knob(parse_seconds, "a worker silent for so long, and 4 loads, is replaced")
+    ] = 60.0
     stored_responses: Annotated[
         int, Knob(parse_integer(0), "most answers of /v1/responses that are kept")
     ] = 1000

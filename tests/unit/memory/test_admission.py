@@ -227,7 +227,22 @@ def test_unused_kv_moves_before_a_model_is_unloaded() -> None:
 
 def test_a_busy_neighbour_is_waited_for() -> None:
     other = resident("other", kv=3000, used=3000, idle=False)
-    assert decide_load(NEED, loaded(3500, other).snapshot(), [other]) == Wait()
+    snapshot = loaded(3500, other).snapshot()
+    assert decide_load(NEED, snapshot, [other]) == Wait(drain=("other",))
+    # Not one that is pinned, nor one that was loaded only a moment ago.
+    for kept in (
+        dataclasses.replace(other, pinned=True, fixed_bytes=0, kv_least_bytes=0),
+        dataclasses.replace(other, served=False),
+    ):
+        assert decide_load(NEED, snapshot, [kept]) == Wait()
+    # Idle ones go with it, and those longest unused are asked first.
+    others = [
+        resident("late", kv=2000, used=2000, idle=False, used_at=2),
+        resident("early", kv=2000, used=2000, idle=False, used_at=1),
+        resident("idle", kv=100, used_at=3),
+    ]
+    snapshot = loaded(4600, *others).snapshot()
+    assert decide_load(NEED, snapshot, others, spent={"idle"}) == Wait(drain=("early",))
 
 
 def test_a_short_domain_takes_no_load() -> None:
@@ -257,5 +272,5 @@ def test_a_second_domain_must_have_room_too(idle: bool) -> None:
         domain="gpu:0",
         fixed={("gpu:0", Purpose.WEIGHTS): 900, ("ram", Purpose.PROCESS): 300},
     )
-    expected = Wait(unload=("other",)) if idle else Wait()
+    expected = Wait(unload=("other",)) if idle else Wait(drain=("other",))
     assert decide_load(need, ledger.snapshot(), [other]) == expected

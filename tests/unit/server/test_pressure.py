@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock.memory.baseline import Baseline
+from penstock.memory.events import Events
 from penstock.memory.gauge import ProcessReading, RamReading
-from penstock.memory.governor import Events, Readings
+from penstock.memory.governor import Readings
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.memory.slack import NOISE_BYTES
 from penstock.server.pressure import _Watch
+from penstock.server.watchdog import Watchdog
 
 MIB = 1 << 20
 
@@ -41,7 +43,13 @@ def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
             room=SimpleNamespace(spread=lambda busy: None),
         )
         watch = _Watch(
-            cast("Any", residency), cast("Any", None), server, pool, asked.append, events
+            cast("Any", residency),
+            cast("Any", None),
+            server,
+            pool,
+            asked.append,
+            events,
+            Watchdog(60, events),
         )
 
         grown = {"server": 140 * MIB, "template": 200 * MIB}
@@ -74,7 +82,13 @@ def test_what_requests_hold_is_not_booked_twice() -> None:
             room=SimpleNamespace(spread=lambda busy: None),
         )
         watch = _Watch(
-            cast("Any", residency), cast("Any", None), server, pool, lambda _: None, Events()
+            cast("Any", residency),
+            cast("Any", None),
+            server,
+            pool,
+            lambda _: None,
+            Events(),
+            Watchdog(60, Events()),
         )
         with pool.share() as share:
             await share.grow(80 * MIB)

@@ -175,9 +175,10 @@ class Generation:
             self.submitted = None
             try:
                 return await self._attempt(sink)
-            except WorkerLost:
+            except WorkerLost as error:
                 losses += self.submitted is not None
-                if losses > 1 or not sink.restart():
+                # With a time to come back the model is given up for so long: no use to ask again.
+                if losses > 1 or error.retry_after_s is not None or not sink.restart():
                     raise
                 self.usage.completion_tokens = self.usage.reasoning_tokens = 0
                 self._reused.clear()
@@ -204,7 +205,8 @@ class Generation:
         lane = services.lane(job.card.name)
         answers = len(job.prompts) * job.n
         with lane.visit(self._caller, job.fields.priority or 0, size, answers) as visit:
-            async with services.residency.lease(job.card.name) as (_, client):
+            wait_s = max(self._deadline - time.monotonic(), 0.0)
+            async with services.residency.lease(job.card.name, wait_s) as (_, client):
                 services.follow(lane, client)
                 grants = [
                     await self._door.grant(self._need(len(prompt)), self._deadline)
