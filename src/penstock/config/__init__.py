@@ -7,7 +7,7 @@ quietly with a default. A running server may read them again; what then holds at
 after a reload or a restart, is `changes`'.
 """
 
-from penstock.config.changes import Changes, compare
+from penstock.config.changes import RELOAD_KEYS, Changes, compare, reload_keys
 from penstock.config.loading import load
 from penstock.config.parsers import parse_limit, parse_size
 from penstock.config.settings import (
@@ -22,6 +22,7 @@ from penstock.config.settings import (
 )
 
 __all__ = [
+    "RELOAD_KEYS",
     "TOOL_DIALECTS",
     "CacheSettings",
     "Changes",
@@ -35,4 +36,5 @@ __all__ = [
     "load",
     "parse_limit",
     "parse_size",
+    "reload_keys",
 ]

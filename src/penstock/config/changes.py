@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section")
 
+RELOAD_KEYS = tuple(k for k, knob in knobs(ModelSettings).items() if knob.holds is Holds.RELOAD)
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -43,7 +45,7 @@ def compare(old: Config, new: Config, loaded: Iterable[str]) -> Changes:
     reload = {
         name: keys
         for name in loaded
-        if (keys := _reload_keys(old.models.settings(name), new.models.settings(name)))
+        if (keys := reload_keys(old.models.settings(name), new.models.settings(name)))
     }
     return Changes(
         config=dataclasses.replace(new, home=old.home, **sections),
@@ -79,9 +81,6 @@ def _own_changes(before: ModelsSettings, after: ModelsSettings) -> dict[str, Hol
     return changed
 
 
-def _reload_keys(before: ModelSettings, after: ModelSettings) -> tuple[str, ...]:
-    return tuple(
-        key
-        for key, knob in knobs(ModelSettings).items()
-        if knob.holds is Holds.RELOAD and getattr(before, key) != getattr(after, key)
-    )
+def reload_keys(as_loaded: ModelSettings, now: ModelSettings) -> tuple[str, ...]:
+    """The settings for which a model that was loaded by `as_loaded` must be loaded anew."""
+    return tuple(key for key in RELOAD_KEYS if getattr(as_loaded, key) != getattr(now, key))

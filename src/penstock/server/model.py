@@ -62,6 +62,8 @@ class Model:
     unload_idle: Callable[[], Awaitable[None]] | None = None
     task: asyncio.Task[None] | None = None  # the load or the drain in progress
     leases: int = 0
+    waiting: int = 0  # for it to be ready
+    hurried: bool = False  # its unload does not wait for the leases to end
     used_at: float = field(default_factory=time.monotonic)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_ALLOWED))
@@ -93,7 +95,7 @@ class Model:
             fixed_bytes=holding.fixed_bytes,
             kv_bytes=holding.kv_bytes,
             kv_used_bytes=min(used, holding.kv_bytes),
-            kv_least_bytes=min(holding.need.kv_least_bytes, holding.kv_bytes),
+            kv_least_bytes=min(holding.kv_least_bytes, holding.kv_bytes),
             idle=not self.leases and not self.client.open_requests,
             pinned=self.pinned,
             used_at=self.used_at,
@@ -182,6 +184,12 @@ class Model:
             self.holding.release()
             self.holding = None
 
+    def abandon(self) -> None:
+        """The load was called off."""
+        self.worker = None
+        self._give_back()
+        self.enter(State.ABSENT)
+
     def refusal(self) -> PenstockError:
         """The stored error, new for each who asks, with the time left."""
         error = self.error
@@ -203,6 +211,7 @@ class Model:
             "bytes": self.holding.total_bytes if self.holding else 0,
             "context": None,
             "leases": self.leases,
+            "pinned": self.pinned,
             "idle_s": 0.0 if self.leases else round(now - self.used_at, 1),
         }
         if self.worker is not None:

@@ -18,6 +18,7 @@ from penstock.memory.admission import choose_shed, choose_victims, owner_of
 from penstock.memory.gauge import ProcessGauge, read_gpus, read_ram
 from penstock.memory.governor import Act, Events, Governor, Readings
 from penstock.memory.slack import NOISE_BYTES
+from penstock.server.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ def build_governor(
 ) -> Governor:
     """A governor over this server's processes and models."""
     events = Events()
-    watch = _Watch(residency, supervisor, server, requests, reclaim, events)
+    upkeep = Upkeep(residency, events)
+    watch = _Watch(residency, supervisor, server, requests, reclaim, events, upkeep)
     return Governor(ledger, watch, shed_list(residency), residency.room.held, events)
 
 
@@ -58,6 +60,7 @@ class _Watch:
     requests: RequestPool
     reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
+    upkeep: Upkeep
     _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
     _gauges: dict[str, ProcessGauge] = field(default_factory=dict)
 
@@ -127,6 +130,7 @@ class _Watch:
         unbooked += self.server.unbooked_bytes + self.residency.template.unbooked_bytes
         if unbooked > 0:
             self.reclaim(unbooked)  # KV makes room; the next turn books what was read
+        self.upkeep.turn()
         busy = self.busy()
         if not busy:
             trim_heap()

@@ -67,7 +67,7 @@ class Residency:
         self._catalog = catalog
         self._supervisor = supervisor
         self._ledger = ledger
-        self._settings = settings
+        self.settings = settings
         self._storage = storage
         self._models: dict[str, Model] = {}
         self.gpus: Sequence[GpuReading] = ()  # as last read, at a load or at the start
@@ -88,21 +88,62 @@ class Residency:
             model.changed.set()
             self.room.wake()
 
-    async def unload(self, name: str, grace_s: float = STOP_GRACE_S) -> bool:
-        """Let the running requests finish, then end the worker; False if there was none."""
+    async def load(self, name: str) -> None:
+        """Have the model ready. Who gives up waiting ends a load that nobody else waits for."""
+        model = await self._find(name)
+        try:
+            await self._ensure_ready(model)
+        except asyncio.CancelledError:
+            await self._call_off(model)
+            raise
+
+    async def unload(self, name: str, grace_s: float = STOP_GRACE_S, *, now: bool = False) -> bool:
+        """Let the running requests finish, unless it must be `now`, then end the worker; False if
+        there was none. A load that somebody waits for is let finish first."""
         model = self._models.get(name)
         if model is None:
             return False
+        if await self._call_off(model):
+            return True
         while model.state is State.LOADING:
             await model.wait()
         if model.state is State.READY:
-            model.state = State.DRAINING
+            model.state, model.hurried = State.DRAINING, False
             model.task = asyncio.get_running_loop().create_task(self._drain(model, grace_s))
         elif model.state is not State.DRAINING:
             return False
+        if now:
+            model.hurried = True
+            model.changed.set()
         assert model.task is not None
         await asyncio.shield(model.task)
         return True
+
+    async def _call_off(self, model: Model) -> bool:
+        """End a load that nobody waits for; True if there was one."""
+        if model.state is not State.LOADING or model.waiting or model.task is None:
+            return False
+        model.task.cancel()
+        await asyncio.wait([model.task])
+        if model.state is State.LOADING:
+            model.abandon()
+        return model.state is State.ABSENT
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """Keep a model, or no longer; until the server ends or the settings say otherwise."""
+        (await self._find(name)).pinned = pinned
+        self.room.wake()
+
+    def reconfigure(self, settings: ModelsSettings) -> None:
+        """These hold from now on; a model that must be loaded anew for them is `upkeep`'s."""
+        before, self.settings = self.settings, settings
+        for model in self._models.values():
+            own = settings.settings(model.name)
+            if own.pinned != before.settings(model.name).pinned:
+                model.pinned = own.pinned
+            if model.holding is not None:
+                model.holding.adopt(own)
+        self.room.wake()
 
     def snapshot(self) -> list[dict[str, object]]:
         """One row per model that is or was wanted, for `penstock ps` and the dashboard."""
@@ -163,18 +204,25 @@ class Residency:
         if (model := self._models.get(name)) is not None:
             return model
         card = await asyncio.to_thread(self._catalog.find, name)
-        model = Model(card.name, self._settings.settings(card.name).pinned)
+        model = Model(card.name, self.settings.settings(card.name).pinned)
         model.unload_idle = lambda: self._unload_idle(model)
         return self._models.setdefault(card.name, model)
 
     async def _unload_idle(self, model: Model) -> None:
         """For another model's sake: not if someone came meanwhile."""
         if model.state is State.READY and not model.leases:
-            log.info("%s is unloaded to make room", model.name)
+            log.info("%s is idle and is unloaded", model.name)
             await self.unload(model.name)
 
     async def _ensure_ready(self, model: Model) -> WorkerHandle:
         """Returns in the same turn of the loop in which the model was seen to be ready."""
+        model.waiting += 1
+        try:
+            return await self._until_ready(model)
+        finally:
+            model.waiting -= 1
+
+    async def _until_ready(self, model: Model) -> WorkerHandle:
         while True:
             if self._closed:
                 raise Overloaded("The server is shutting down.", retry_after_s=5)
@@ -239,7 +287,7 @@ class Residency:
             undo.pop_all()
 
     def _plan(self, card: Card, gpus: Sequence[GpuReading]) -> ModelPlan:
-        settings = self._settings.settings(card.name)
+        settings = self.settings.settings(card.name)
         device = resolve_device(settings.device, gpus)
         limit_bytes = self._ledger.snapshot()[domain_of(device)].limit_bytes
         return plan_for(card, settings, device, limit_bytes)
@@ -252,8 +300,9 @@ class Residency:
             self.template.measured(reading.anonymous_bytes)
 
     async def _drain(self, model: Model, grace_s: float) -> None:
-        while model.leases:
+        while model.leases and not model.hurried:
             await model.wait()
+        grace_s = 0.0 if model.leases else grace_s
         assert model.worker is not None
         if model.holding is not None:
             model.holding.settle()

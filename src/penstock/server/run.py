@@ -34,9 +34,9 @@ from penstock.server.response_store import ResponseStore
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.config import Config, ServerSettings
+    from penstock.config import Config, ModelsSettings, ServerSettings
     from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
     from penstock.server.queue import Lane
@@ -87,14 +87,17 @@ async def serve(
     ledger = open_books(config.memory, ram, gpus)
     device = resolve_device(config.models.device, gpus)
     models = await asyncio.to_thread(catalog.scan)
-    if config.models.default is not None:
-        await asyncio.to_thread(catalog.find, config.models.default)
+    default = config.models.default
+    if default is not None:
+        default = config.models.canonical(default)
+        await asyncio.to_thread(catalog.find, default)
+    check_names(config.models, models)
     with _listen(config.server.host, config.server.port) as sock:
         services = build_services(config, catalog, supervisor, ledger, gpus)
         residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
-        load = asyncio.ensure_future(_load_default(residency, config.models.default))
+        load = asyncio.ensure_future(_load_default(residency, default))
         watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
@@ -199,6 +202,16 @@ def check_exposure(settings: ServerSettings) -> None:
         f"The address {settings.host} can be reached from other machines, and there is no API "
         "key. Give one with --api-key KEY, or say --no-auth if anyone may use this server."
     )
+
+
+def check_names(settings: ModelsSettings, names: Iterable[str]) -> None:
+    """Refuse an alias that is the name of a model on disk. One that comes to be there later is
+    hidden by the alias instead, so that clients go on reaching what they did."""
+    for sentence in settings.hidden(names).values():
+        raise ConfigError(
+            f"Two models would have one name: {sentence}, and there is a model of "
+            "that name on disk. Choose another alias."
+        )
 
 
 class _Server(uvicorn.Server):

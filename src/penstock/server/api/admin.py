@@ -46,7 +46,8 @@ async def health(exchange: Exchange, services: Services) -> None:
 async def ready(exchange: Exchange, services: Services) -> None:
     """Every resident model runs a real step now; so must the default one be loaded."""
     rows = {str(row["name"]): row for row in services.residency.snapshot()}
-    default = services.config.models.default
+    models = services.config.models
+    default = None if models.default is None else models.canonical(models.default)
     if default is not None and (row := rows.get(default)) is not None and row["state"] != "ready":
         raise Overloaded(f"The model {default!r} is {row['state']}.", retry_after_s=5)
     clients = services.residency.ready_clients()
