@@ -167,14 +167,13 @@ def undisturbed(wide: Path) -> dict[int, list[int]]:
     return {number: answer.tokens for number, answer in answers.items()}
 
 
-def test_a_real_allocation_failure_is_retried_smaller_and_changes_no_token(
+def test_a_real_allocation_failure_is_retried_and_changes_no_token(
     wide: Path, undisturbed: dict[int, list[int]]
 ) -> None:
     with worker(wide, "tight_engine", tight="once") as (end, _):
         answers = ask_all(end)
         assert end.status is not None
         assert end.status.exhausted == 1, "memory did not run out: the test tests nothing"
-        assert end.status.widening > 1.0
     assert {number: answer.tokens for number, answer in answers.items()} == undisturbed
 
 

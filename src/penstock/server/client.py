@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import PenstockError, WorkerLost, by_code
+from penstock.errors import Overloaded, PenstockError, WorkerLost, by_code
 from penstock.wire import (
     Alive,
     Cancel,
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
     from typing import Self
+
+
+_TRY_AGAIN_S = 5.0  # after a step for which there was no memory: others have ended by then
 
 
 class ModelClient:
@@ -199,7 +202,9 @@ class Generation:
         """What one step gave."""
         if output.failure is not None:
             failure = output.failure
-            self._error = by_code(failure.code)(failure.message, numbers=failure.numbers)
+            kind = by_code(failure.code)
+            again_s = _TRY_AGAIN_S if kind is Overloaded else None
+            self._error = kind(failure.message, numbers=failure.numbers, retry_after_s=again_s)
             # The error stands for the end; the tokens that came with it are still handed out.
             output = msgspec.structs.replace(output, finish=None, failure=None)
         self.started = self.started or bool(output.tokens)

@@ -291,6 +291,8 @@ def _refused(order: Order, error: dict[str, Any], response: httpx.Response | Non
     }
     if outcome.what not in order.may_be or outcome.what not in expected:
         outcome.fault = f"refused: {error}"
+    elif "ended for want of memory" in error["message"]:
+        outcome.fault = f"begun and not finished: {error}"
     elif status is not None and status != expected[outcome.what]:
         outcome.fault = f"status {status}: {error}"
     elif outcome.what == "context_length_exceeded":

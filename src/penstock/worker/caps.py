@@ -51,6 +51,10 @@ class Cap(Protocol):
     def move(self, kv_bytes: int, step_bytes: int) -> None:
         """Let the arena and the steps have this much from now on."""
 
+    def excuse(self, taken_bytes: int) -> int:
+        """Unused memory has been given back and `taken_bytes` are held beyond the base: let nothing
+        else count against the grant. By how much the bound has moved."""
+
 
 class NoCap:
     """Where several engines share a process, as in tests."""
@@ -61,28 +65,49 @@ class NoCap:
     def move(self, kv_bytes: int, step_bytes: int) -> None:
         pass
 
+    def excuse(self, taken_bytes: int) -> int:
+        return 0
+
 
 class RamCap:
-    """RLIMIT_DATA: private writable memory. Not RLIMIT_AS, which counts the reserved range too."""
+    """RLIMIT_DATA: private writable memory. Not RLIMIT_AS, which counts the reserved range too.
+
+    It counts addresses, and a heap keeps those of its holes when their pages are gone. Steps of
+    many shapes leave holes that a large tensor does not fit in, so they are excused: otherwise the
+    wall would stand closer and closer to what is really held. A step that then fills all the holes
+    and its whole grant as well is for the outer wall.
+    """
 
     def __init__(self, arena: Arena, outer: OuterCap | None) -> None:
         self._arena = arena
         self._outer = outer
         self._base = 0
+        self._holes = 0  # addresses without memory
+        self._granted = (0, 0)
 
     def settle(self) -> None:
         self._base = kib_field("VmData") - self._arena.committed_bytes
+        self._holes = 0
         if self._outer is not None:
             self._outer.settle(self._arena.committed_bytes)
 
     def move(self, kv_bytes: int, step_bytes: int) -> None:
+        self._granted = (kv_bytes, step_bytes)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = self._base + kv_bytes + step_bytes
+        limit = self._base + self._holes + kv_bytes + step_bytes
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
         if self._outer is not None:
             self._outer.move(kv_bytes + step_bytes)
+
+    def excuse(self, taken_bytes: int) -> int:
+        before = self._holes
+        addresses = kib_field("VmData") - self._arena.committed_bytes - self._base
+        self._holes = max(0, addresses - taken_bytes)
+        if self._holes != before:
+            self.move(*self._granted)
+        return self._holes - before
 
 
 class CudaCap:
@@ -99,6 +124,9 @@ class CudaCap:
     def move(self, kv_bytes: int, step_bytes: int) -> None:
         share = min(1.0, (self._base + step_bytes) / self._total)
         torch.cuda.set_per_process_memory_fraction(share, self._device)
+
+    def excuse(self, taken_bytes: int) -> int:
+        return 0  # its pages are moved to where a step needs them
 
 
 class OuterCap:

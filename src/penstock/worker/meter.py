@@ -38,14 +38,14 @@ class Meter(Protocol):
 
 
 class RamMeter:
-    """Resident pages of this process, as the kernel counts them.
+    """Resident pages of this process, as the kernel counts them; not those of files.
 
-    Precise where large tensors are mappings of their own, as a worker's environment has it: from a
-    heap, what a step takes at its highest depends on the holes that earlier steps have left.
+    Pages of mapped weights come and go as the kernel sees fit, and are booked as weights.
     """
 
     def held(self) -> int:
-        return int(_STATM.read_bytes().split()[1]) * _PAGE
+        resident, files = _resident_pages()
+        return (resident - files) * _PAGE
 
     def mark(self) -> None:
         try:
@@ -54,7 +54,8 @@ class RamMeter:
             return  # not this kernel: the peak stays that of the whole life, which errs upwards
 
     def peak(self) -> int:
-        return kib_field("VmHWM")
+        # Of files there is no highest point; what they have now was there, or came in the meantime.
+        return kib_field("VmHWM") - _resident_pages()[1] * _PAGE
 
     def drop_caches(self) -> None:
         if hasattr(_libc, "malloc_trim"):
@@ -85,6 +86,12 @@ def meter_for(device: torch.device) -> Meter:
     return CudaMeter(device) if device.type == "cuda" else RamMeter()
 
 
+def _resident_pages() -> tuple[int, int]:
+    """All of them, and those of files among them."""
+    fields = _STATM.read_bytes().split()
+    return int(fields[1]), int(fields[2])
+
+
 def kib_field(name: str) -> int:
     """A field of this process's status, in bytes; 0 where there is none."""
     try:
@@ -113,7 +120,7 @@ class PrivateBytes:
     @staticmethod
     def _resident() -> int:
         try:
-            return int(_STATM.read_bytes().split()[1]) * _PAGE
+            return _resident_pages()[0] * _PAGE
         except OSError:
             return 0
 

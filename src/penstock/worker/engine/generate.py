@@ -305,15 +305,16 @@ class GenerateEngine:
         return True
 
     def _recover(self, plan: Plan | None, outputs: list[Output]) -> None:
-        """Make the next attempt smaller than the one that ran out of memory."""
+        """Make the next attempt smaller, unless size was not what the last one failed for."""
         self._exhausted += 1
-        self._memory.relieve()
         if plan is None:
+            self._memory.relieve()
             # No memory for more KV: live with what is there, and ask again later.
             self._pool.set_limit(self._pool.committed * self._arena.extent_blocks)
             self._commit_again_at = self._steps + _COMMIT_AGAIN_STEPS
             return
-        self._memory.gate.observe_exhaustion()
+        if self._memory.learn_from_exhaustion():
+            return
         if _is_smallest(plan):
             needed, limit = self._memory.gate.predicted(plan.shape), self._memory.gate.room_bytes
             sequence = plan.slices[0].sequence

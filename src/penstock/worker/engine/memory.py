@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_READINGS = 256
+_WORTH_A_TRY_BYTES = 1 << 20
 
 
 class StepMemory:
@@ -36,6 +37,7 @@ class StepMemory:
         self._host_bytes = profile.host_bytes if arena.in_ram else 0
         self._private = PrivateBytes()
         self.gate = StepGate(profile.cost, profile.step_bytes)
+        self._excused = 0  # bytes by which the cap has moved at that time
         self._taken = 0  # beyond the base, when caches were last dropped
         self._fresh = True  # no step has run since then
         self._steps = 0  # since then
@@ -62,7 +64,17 @@ class StepMemory:
         self._taken = self._beyond_base(held)
         self._fresh, self._steps = True, 0
         self.predicted_bytes = self.measured_bytes = 0
+        self._excused = self._cap.excuse(self._taken)
         return max(0, before - held)
+
+    def learn_from_exhaustion(self) -> bool:
+        """A step ran out of memory; whether it may be tried again as it was, because holes of the
+        heap have been counted against it."""
+        self.relieve()
+        if self._excused >= _WORTH_A_TRY_BYTES:
+            return True
+        self.gate.observe_exhaustion()
+        return False
 
     def begin(self, plan: Plan) -> None:
         """A step is about to run."""
