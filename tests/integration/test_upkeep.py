@@ -1,4 +1,4 @@
-"""Idle models over real processes: past their time they go, for new settings they are loaded anew."""
+"""Idle models over real processes: past their time they go, for new settings they load anew."""
 
 from __future__ import annotations
 
