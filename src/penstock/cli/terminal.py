@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def print_json(content: object) -> None:
@@ -54,3 +56,38 @@ def number(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f}{unit}"
     return str(count)
+
+
+class Phases:
+    """One bar for each phase of long work, on the terminal's error side."""
+
+    def __init__(self, bars: Progress) -> None:
+        self.latest: str | None = None
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        """How far it has come; a total of 0 is not known."""
+        if self.latest != phase and self.latest in self._tasks:  # the one before is over
+            self._finish(self._tasks[self.latest])
+        self.latest = phase
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bars.add_task(phase)
+        self._bars.update(self._tasks[phase], completed=done_bytes, total=total_bytes or None)
+
+    def _finish(self, task: Any) -> None:
+        total = next(t.total for t in self._bars.tasks if t.id == task)
+        self._bars.update(task, total=total or 1, completed=total or 1)
+
+
+@contextmanager
+def phases() -> Iterator[Phases]:
+    """Bars while the block runs; none where nobody looks."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
+        yield Phases(bars)

@@ -125,9 +125,10 @@ class Residency:
             return False
         model.task.cancel()
         await asyncio.wait([model.task])
-        if model.state is State.LOADING:
-            model.abandon()
-        return model.state is State.ABSENT
+        if not model.task.cancelled():
+            return False
+        model.abandon()
+        return True
 
     async def pin(self, name: str, *, pinned: bool) -> None:
         """Keep a model, or no longer; until the server ends or the settings say otherwise."""

@@ -1,4 +1,4 @@
-"""What operators ask: is it alive, can it take a request, what is loaded, what are the figures."""
+"""What operators ask: is it alive, can it take a request, what are the figures and settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from penstock import __version__
 from penstock.errors import Overloaded, WorkerLost
 from penstock.memory.governor import memory_rows
 from penstock.server.metrics import MEDIA_TYPE
+from penstock.server.reconfigure import reread
 
 if TYPE_CHECKING:
     from penstock.server.api.exchange import Exchange
@@ -72,11 +73,6 @@ async def metrics(exchange: Exchange, services: Services) -> None:
     await exchange.send_bytes(services.metrics.render(), MEDIA_TYPE)
 
 
-async def resident_models(exchange: Exchange, services: Services) -> None:
-    """What `penstock ps` shows."""
-    await exchange.send_json(services.residency.snapshot())
-
-
 async def memory(exchange: Exchange, services: Services) -> None:
     """Who holds what, beside what was last read."""
     rows = memory_rows(services.ledger.snapshot(), services.governor.readings)
@@ -99,6 +95,14 @@ async def reset_memory(exchange: Exchange, services: Services) -> None:
             model.holding.forget_surprises()
     services.governor.events.add("slack reset")
     await exchange.send_json({"status": "ok"})
+
+
+async def reread_settings(exchange: Exchange, services: Services) -> None:
+    """Read `penstock.toml` again; says what of it holds now, and what does not yet."""
+    changes = await reread(services)
+    await exchange.send_json(
+        {"applied": changes.applied, "reload": changes.reload, "restart": changes.restart}
+    )
 
 
 async def events(exchange: Exchange, services: Services) -> None:

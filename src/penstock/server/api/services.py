@@ -98,6 +98,7 @@ class Services:
     responses: Responses
     texts: Texts
     lanes: dict[str, Lane] = field(default_factory=dict)  # by model
+    rereading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while settings are read
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
