@@ -183,11 +183,12 @@ def test_what_becomes_of_a_change() -> None:
     )
     changes = config.compare(old, new, ["a", "b", "c"])
     assert set(changes.applied) == {
-        "server.max_choices", "models.dtype", "models.ttl", "models.a.threads", "models.a.alias",
-        "models.b.temperature", "models.gone.pinned",
+        "server.max_choices", "models.ttl", "models.a.alias", "models.b.temperature",
+        "models.gone.pinned",
     }  # fmt: skip
     # `b` keeps by its own setting what it had by that for all.
     assert changes.reload == {"a": ("dtype", "threads"), "c": ("dtype",)}
+    assert "models.a.threads" in config.compare(old, new, ["b"]).applied  # from its next load
     assert changes.restart == ("server.port",)
     # What is shown as in force is in force.
     assert (changes.config.server.port, changes.config.server.max_choices) == (1, 6)

@@ -39,6 +39,8 @@ def ps(options: argparse.Namespace) -> int:
 
 def _shown(row: dict[str, Any]) -> tuple[object, ...]:
     used = f"{row['leases']} in use" if row["leases"] else f"{row['idle_s']:.0f} s"
+    if row["state"] != "ready":
+        used = ""
     return (
         row["name"],
         row["state"],

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -64,7 +73,7 @@ class Phases:
     def __init__(self, bars: Progress) -> None:
         self.latest: str | None = None
         self._bars = bars
-        self._tasks: dict[str, Any] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """How far it has come; a total of 0 is not known."""
@@ -72,12 +81,20 @@ class Phases:
             self._finish(self._tasks[self.latest])
         self.latest = phase
         if phase not in self._tasks:
-            self._tasks[phase] = self._bars.add_task(phase)
-        self._bars.update(self._tasks[phase], completed=done_bytes, total=total_bytes or None)
+            self._tasks[phase] = self._bars.add_task(phase, sized=False)
+        total = total_bytes or None
+        self._bars.update(self._tasks[phase], completed=done_bytes, total=total, sized=bool(total))
 
-    def _finish(self, task: Any) -> None:
-        total = next(t.total for t in self._bars.tasks if t.id == task)
-        self._bars.update(task, total=total or 1, completed=total or 1)
+    def _finish(self, task: TaskID) -> None:
+        total = next(t.total for t in self._bars.tasks if t.id == task) or 1
+        self._bars.update(task, total=total, completed=total)
+
+
+class _Bytes(DownloadColumn):
+    """Bytes done and in all, of a phase that is counted in bytes."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.fields["sized"] else Text()
 
 
 @contextmanager
@@ -86,8 +103,8 @@ def phases() -> Iterator[Phases]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        _Bytes(),
+        TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
         yield Phases(bars)

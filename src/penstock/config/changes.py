@@ -49,10 +49,21 @@ def compare(old: Config, new: Config, loaded: Iterable[str]) -> Changes:
     }
     return Changes(
         config=dataclasses.replace(new, home=old.home, **sections),
-        applied=tuple(key for key, holds in changed.items() if holds is not Holds.RESTART),
+        applied=tuple(
+            key
+            for key, holds in changed.items()
+            if holds is Holds.NOW or (holds is Holds.RELOAD and not _waits(key, reload))
+        ),
         reload=reload,
         restart=tuple(key for key, holds in changed.items() if holds is Holds.RESTART),
     )
+
+
+def _waits(changed: str, reload: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether a loaded model has yet to take it on."""
+    section, _, key = changed.rpartition(".")
+    named = section.removeprefix("models").removeprefix(".")
+    return any(key in keys and named in ("", name) for name, keys in reload.items())
 
 
 def _different(before: object, after: object) -> dict[str, Holds]:
