@@ -77,17 +77,20 @@ class Phases:
 
     def __call__(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """How far it has come; a total of 0 is not known."""
-        if self.latest != phase and self.latest in self._tasks:  # the one before is over
-            self._finish(self._tasks[self.latest])
-        self.latest = phase
+        if self.latest != phase:
+            self.finish()
+            self.latest = phase
         if phase not in self._tasks:
             self._tasks[phase] = self._bars.add_task(phase, sized=False)
         total = total_bytes or None
         self._bars.update(self._tasks[phase], completed=done_bytes, total=total, sized=bool(total))
 
-    def _finish(self, task: TaskID) -> None:
-        total = next(t.total for t in self._bars.tasks if t.id == task) or 1
-        self._bars.update(task, total=total, completed=total)
+    def finish(self) -> None:
+        """The latest phase is over."""
+        if self.latest is not None:
+            task = self._tasks[self.latest]
+            total = next(t.total for t in self._bars.tasks if t.id == task) or 1
+            self._bars.update(task, total=total, completed=total)
 
 
 class _Bytes(DownloadColumn):
@@ -107,4 +110,6 @@ def phases() -> Iterator[Phases]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        yield Phases(bars)
+        shown = Phases(bars)
+        yield shown
+        shown.finish()
