@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock import config
-from penstock.config import ConfigError, parse_limit, parse_size
+from penstock.config import ConfigError, ModelSettings, parse_limit, parse_size
+from penstock.config.settings import Holds, knobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -205,3 +206,14 @@ def test_settings_are_read_again_as_they_were_read() -> None:
     Path("given.toml").write_text("[models", "utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
         new.read_again()
+
+
+def test_the_page_on_models_has_every_key() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    told: dict[str, str] = {}
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("| `") and line.count(" | ") == 3:
+            keys, *_, holds = line.strip("| ").split(" | ")
+            told |= {key.strip("` "): holds.strip() for key in keys.split(",")}
+    words = {Holds.NOW: "at once", Holds.RELOAD: "after a reload"}
+    assert told == {key: words[knob.holds] for key, knob in knobs(ModelSettings).items()}
