@@ -122,7 +122,7 @@ def test_a_worker_loads_answers_and_stops(
             assert await answer(worker, 5) == [5, 6, 7, 5, 6]
             await worker.client.probe(10)
             await worker.stop()
-            assert await worker.ended == "it exited with code 0"
+            assert (await worker.ended).words == "it exited with code 0"
             assert not is_running(worker.pid)
             assert not worker.alive
 
@@ -157,7 +157,7 @@ def test_a_killed_worker_ends_its_streams_with_the_cause(tmp_path: Path) -> None
             with pytest.raises(WorkerLost, match="killed by SIGKILL"):
                 async for _ in outputs:
                     pass
-            assert "SIGKILL" in await worker.ended
+            assert "SIGKILL" in (await worker.ended).words
 
     uvloop.run(scenario())
 
@@ -168,7 +168,7 @@ def test_a_crash_leaves_its_last_words(tmp_path: Path, caplog: pytest.LogCapture
             worker = await supervisor.start(spec(tmp_path / "m"))
             await worker.ready
             os.kill(worker.pid, signal.SIGSEGV)  # faulthandler writes the stack to the log
-            assert await worker.ended == "it was killed by SIGSEGV"
+            assert (await worker.ended).words == "it was killed by SIGSEGV"
 
     uvloop.run(scenario())
     assert "Segmentation fault" in caplog.text
@@ -226,7 +226,7 @@ def test_a_load_is_stopped_without_waiting_for_it(tmp_path: Path) -> None:
         async with fake_supervisor(tmp_path) as supervisor:
             worker = await supervisor.start(spec(tmp_path / "m", FakeModel(load_s=3600)))
             await worker.stop(grace_s=60)
-            assert await worker.ended == "it exited with code 0"
+            assert (await worker.ended).words == "it exited with code 0"
             with pytest.raises(WorkerLost, match="unloaded"):
                 await worker.ready
 
@@ -263,7 +263,7 @@ def test_a_worker_that_hangs_is_made_to_stop(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError):
                 await worker.client.probe(0.05)
             await worker.stop(grace_s=0.05)
-            assert "SIGTERM" in await worker.ended
+            assert "SIGTERM" in (await worker.ended).words
             with pytest.raises(WorkerLost, match="unloaded"):
                 await anext(outputs)
 
@@ -277,7 +277,7 @@ def test_a_refused_load_says_why(tmp_path: Path) -> None:
             worker = await supervisor.start(spec(tmp_path / "m", refused))
             with pytest.raises(Overloaded, match="refuses to load"):
                 await worker.ready
-            assert await worker.ended == "it exited with code 3"
+            assert (await worker.ended).words == "it exited with code 3"
 
             worker = await supervisor.start(spec(tmp_path / "n", FakeModel(load_bug=True)))
             with pytest.raises(BadRequest, match="RuntimeError: a bug in the loader"):
@@ -304,7 +304,7 @@ def test_a_failed_step_ends_its_requests_and_the_third_in_a_row_the_worker(tmp_p
             for _ in range(3):
                 with pytest.raises(InternalError):
                     await answer(broken, 3)
-            assert await broken.ended == "it exited with code 4"
+            assert (await broken.ended).words == "it exited with code 4"
 
     uvloop.run(scenario())
 
@@ -337,7 +337,7 @@ def test_the_template_is_replaced_after_its_death_and_its_workers_live_on(tmp_pa
             assert await answer(first, 3) == [5, 6, 7]
             assert (await supervisor.template()).pid != template.pid
             await first.stop()
-            assert "unknown" in await first.ended
+            assert "unknown" in (await first.ended).words
             wait_until_gone(first.pid)
 
     uvloop.run(scenario())

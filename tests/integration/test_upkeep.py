@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from penstock.catalog import Catalog
 from penstock.config import ModelSettings, ModelsSettings
-from penstock.memory.governor import Events
 from penstock.memory.ledger import Ledger
 from penstock.memory.limits import GIB
 from penstock.server.plans import Storage
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
+    from penstock.memory.events import Events
+
 NOW = 1e-9  # of a ttl: any idleness is too long
 
 
@@ -33,7 +34,7 @@ def serve(
         supervisor = Supervisor(
             home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
         )
-        ledger, events = Ledger({"ram": 64 * GIB}), Events()
+        ledger = Ledger({"ram": 64 * GIB})
         residency = Residency(
             Catalog([home / "models"]),
             supervisor,
@@ -42,7 +43,7 @@ def serve(
             storage=Storage(home / "profiles"),
         )
         try:
-            await scenario(residency, Upkeep(residency, events), events)
+            await scenario(residency, Upkeep(residency, residency.events), residency.events)
         finally:
             await residency.close()
             await supervisor.close()
@@ -50,6 +51,10 @@ def serve(
         assert set(ledger.snapshot()["ram"].owners) <= {"template"}
 
     asyncio.run(body())
+
+
+def told(events: Events, kind: str) -> list[dict[str, object]]:
+    return [row for row in events.rows() if row["event"] == kind]
 
 
 def state(residency: Residency, name: str) -> object:
@@ -73,8 +78,9 @@ def test_idle_models_go_when_their_time_is_up(tmp_path: Path) -> None:
             upkeep.turn()
             upkeep.turn()  # what is on its way is not begun again
             await until(lambda: state(residency, "brief") == "absent")
-            assert [row["model"] for row in events.rows()] == ["brief"]
-            assert [row["event"] for row in events.rows()] == ["ttl"]
+            await until(lambda: bool(told(events, "unload")))
+            [row] = told(events, "unload")
+            assert (row["model"], row["reason"]) == ("brief", "ttl")
             await residency.pin("pinned", pinned=False)
         upkeep.turn()
         await until(lambda: set(residency.ready_clients()) == {"lasting"})
@@ -96,20 +102,20 @@ def test_a_model_is_loaded_anew_for_settings_that_need_it(tmp_path: Path) -> Non
         settle(device="cpu", temperature=0.5, kv_least_tokens=1000)
         upkeep.turn()
         assert state(residency, "m") == "ready"
-        assert not events.rows()
+        assert not told(events, "reload")
         [resident] = residency.room.residents()
         kept = resident.kv_least_bytes
         settle(device="cpu", max_context=512, kv_least_tokens=2000)
         assert residency.room.residents()[0].kv_least_bytes > kept  # at once
         async with residency.lease("m"):
             upkeep.turn()
-            assert not events.rows()
+            assert not told(events, "reload")
         upkeep.turn()
         await until(lambda: lives(folder) == 2 and state(residency, "m") == "ready")
-        assert events.rows()[0]["changed"] == ("max_context",)
+        assert told(events, "reload")[0]["changed"] == ("max_context",)
         assert residency.ready_clients()["m"].ready.context == 512
         upkeep.turn()
-        assert len(events.rows()) == 1
+        assert len(told(events, "reload")) == 1
 
     serve(tmp_path, scenario, m=ModelSettings(device="cpu"))
 
@@ -128,7 +134,7 @@ def test_a_load_that_nobody_waits_for_is_called_off(tmp_path: Path) -> None:
         await asyncio.wait([second])
         assert state(residency, "slow") == "absent"
         assert not residency.workers()
-        assert "model:slow" not in residency.room._ledger.snapshot()["ram"].owners
+        assert "model:slow" not in residency.ledger.snapshot()["ram"].owners
 
     serve(tmp_path, scenario)
 

@@ -19,6 +19,7 @@ from penstock.errors import ModelUnusable, UnknownModel
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_MODEL_FILES = {".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt", ".py"}
 _CACHE_PREFIX = "models--"
 _NOT_CONVERTED = "{path} is a GGUF file, served once `penstock pull {path}` has converted it."
 
@@ -115,6 +116,20 @@ def make_shape_folder(name: str, models: Path) -> Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def file_marks(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of each file that a load reads: other marks, other files."""
+    marks: list[tuple[str, int, int]] = []
+    try:
+        for path in folder.iterdir():
+            if path.suffix not in _MODEL_FILES:
+                continue
+            found = path.stat()
+            marks.append((path.name, found.st_size, found.st_mtime_ns))
+    except OSError:  # it is being replaced
+        return ()
+    return tuple(sorted(marks))
 
 
 def model_folders(models: Path) -> Iterator[Path]:

@@ -102,6 +102,9 @@ class ServerSettings:
     queue_deadline_s: Annotated[
         float, Knob(parse_seconds, "longest wait for memory, a load or a turn", RESTART)
     ] = 600.0
+    hang_s: Annotated[
+        float, Knob(parse_seconds, "a worker silent for so long, and 4 loads, is replaced", RESTART)
+    ] = 60.0
     stored_responses: Annotated[
         int, Knob(parse_integer(0), "most answers of /v1/responses that are kept", RESTART)
     ] = 1000

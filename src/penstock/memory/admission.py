@@ -46,6 +46,7 @@ class Wait:
     shed: tuple[tuple[str, int], ...] = ()  # KV bytes to ask back, by model
     unload: tuple[str, ...] = ()
     grow_bytes: int = 0  # KV that this model should have for the request
+    drain: tuple[str, ...] = ()  # busy models that should take no more requests until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ class Resident:
     idle: bool  # nobody leases it and nothing runs on it
     pinned: bool
     used_at: float
+    served: bool = True  # for as long as its load took, at least
 
     @property
     def total_bytes(self) -> int:
@@ -266,7 +268,7 @@ def decide_load(
         if least + floor > state.limit_bytes:
             return Refuse(_too_large(need, state, domain, least, floor))
         if domain != need.domain and state.free_bytes < least:
-            return Wait(unload=choose_victims(residents, domain, least - state.free_bytes))
+            return _make_room(residents, domain, least - state.free_bytes)
     return _room_for_kv(need, snapshot[need.domain], residents, spent)
 
 
@@ -290,7 +292,13 @@ def _room_for_kv(
     shed = choose_shed(willing, need.kv_least_bytes - free, keep_bytes=0)
     if free + sum(size for _, size in shed) >= need.kv_least_bytes:
         return Wait(shed=shed)
-    return Wait(unload=choose_victims(others, need.domain, need.kv_least_bytes - free))
+    return _make_room(others, need.domain, need.kv_least_bytes - free)
+
+
+def _make_room(residents: Sequence[Resident], domain: str, wanted_bytes: int) -> Wait:
+    if victims := choose_victims(residents, domain, wanted_bytes):
+        return Wait(unload=victims)
+    return Wait(drain=choose_drained(residents, domain, wanted_bytes))
 
 
 def choose_shed(
@@ -320,6 +328,27 @@ def choose_victims(
             break
         chosen.append(resident.name)
         wanted_bytes -= resident.total_bytes
+    return tuple(chosen) if wanted_bytes <= 0 else ()
+
+
+def choose_drained(
+    residents: Iterable[Resident], domain: str, wanted_bytes: int
+) -> tuple[str, ...]:
+    """Busy, unpinned models whose end is to be waited for, beside the idle ones that go with them;
+    the longest unused first, all or none that suffice.
+
+    One that was itself loaded a moment ago serves for as long as its load took: so two models that
+    are both wanted all the time take turns, and most of the time is not spent on loading.
+    """
+    chosen: list[str] = []
+    unpinned = [r for r in residents if not r.pinned and r.domain == domain]
+    for resident in sorted(unpinned, key=lambda r: (not r.idle, r.used_at)):
+        if wanted_bytes <= 0:
+            break
+        if resident.idle or resident.served:
+            wanted_bytes -= resident.total_bytes
+            if not resident.idle:
+                chosen.append(resident.name)
     return tuple(chosen) if wanted_bytes <= 0 else ()
 
 

@@ -27,6 +27,23 @@ def remove_group(pid: int) -> bool:
     return any(_remove(worker_group(group, pid)) for group, _ in memory_groups())
 
 
+def oom_kills(pid: int) -> int | None:
+    """How often the kernel has killed for want of memory in a worker's group; None: it has none,
+    or this kernel does not count."""
+    for parent, _ in memory_groups():
+        group = worker_group(parent, pid)
+        for file in ("memory.events", "memory.oom_control"):  # v2, v1
+            try:
+                lines = (group / file).read_text().splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return None
+
+
 def remove_leftovers() -> int:
     """Remove the groups of workers that no longer run; how many."""
     removed = 0

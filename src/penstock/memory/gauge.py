@@ -201,6 +201,17 @@ def resolve_device(wanted: str, gpus: Sequence[GpuReading]) -> str:
     return wanted
 
 
+def read_cpu_s(pid: int, proc: Path = PROC) -> float | None:
+    """Processor time that a process has used, over all its threads; None where it cannot be read,
+    also once it is gone."""
+    try:
+        # The command's name comes first, in brackets, and may hold anything.
+        fields = (proc / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _kib_fields(path: Path) -> dict[str, int]:
     """`Name:  123 kB` lines, in bytes."""
     fields: dict[str, int] = {}

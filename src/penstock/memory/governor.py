@@ -13,26 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from penstock.memory.events import Events
     from penstock.memory.gauge import GpuReading, ProcessReading, RamReading
     from penstock.memory.ledger import Ledger, Snapshot
-
-log = logging.getLogger(__name__)
 
 BUSY_S = 0.25
 IDLE_S = 0.5  # others may take memory while nothing runs here
 SHORT_S = 0.1
 RELEASE_TURNS = 8  # without a shortage, after which a domain is let go even without room over
 _ACT_S = 5.0  # an act that takes longer is left to itself
-_EVENTS_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +39,6 @@ class Readings:
     # The server, the template and each worker, by owner.
     processes: Mapping[str, ProcessReading]
     gpu_own_bytes: Mapping[str, int] = field(default_factory=dict)  # by domain, as far as we know
-
-
-class Events:
-    """The latest acts and surprises, for `/admin/api/events`; the oldest are forgotten."""
-
-    def __init__(self) -> None:
-        self._rows: deque[dict[str, object]] = deque(maxlen=_EVENTS_KEPT)
-        self.counts: dict[str, int] = {}
-        self.drift: dict[
-            str, int
-        ] = {}  # by how much each process was last read to be over its books
-
-    def add(self, kind: str, **fields: object) -> None:
-        """Something happened."""
-        self._rows.append({"at": round(time.time(), 3), "event": kind, **fields})
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        log.info("%s", kind, extra={"fields": fields})
-
-    def rows(self) -> list[dict[str, object]]:
-        """All that are kept, the latest last."""
-        return list(self._rows)
 
 
 @dataclass(frozen=True, slots=True)

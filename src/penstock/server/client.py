@@ -46,6 +46,7 @@ class ModelClient:
         self.name = name
         self.status: Status | None = None  # the worker's figures after its latest step
         self.lost: str | None = None  # why the worker is gone, in a sentence; set once
+        self.longest_step_s = 0.0
         self.on_step: Callable[[], None] | None = None  # after each step
         self._ready: Ready | None = None
         self._send = send
@@ -64,6 +65,11 @@ class ModelClient:
     def open_requests(self) -> int:
         """Requests submitted and neither finished nor cancelled."""
         return len(self._open)
+
+    @property
+    def expects(self) -> bool:
+        """Whether the worker owes us a word: a step, or the answer to an order or a probe."""
+        return bool(self._open or self._orders or self._probes)
 
     def generate(self, request: Submit) -> Generation:
         """Submit the request now, under an id of ours; iterate the result for its tokens.
@@ -116,6 +122,7 @@ class ModelClient:
                 answer.set_result(None)
             return
         self.status = message.status
+        self.longest_step_s = max(self.longest_step_s, message.status.step_s)
         for output in message.outputs:
             # An unknown id was cancelled while this output was on its way.
             generation = self._open.get(output.id)

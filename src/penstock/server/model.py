@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError, WorkerLost
+from penstock.errors import Overloaded, PenstockError, WorkerLost
 from penstock.memory.admission import Resident
+from penstock.memory.events import Events
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -51,10 +52,15 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Model:
-    """One model's place in its life; `bury` and `refuse` are the two ways a worker goes wrong."""
+    """One model's place in its life.
+
+    LOADING ends with `settle_in`, `refuse`, `give_up` or `bury`; READY with `bury` or DRAINING,
+    which ends with `bury`; FAILED by its time, or when `forgive` is called.
+    """
 
     name: str
     pinned: bool = False
+    events: Events = field(default_factory=Events)
     state: State = State.ABSENT
     card: Card | None = None
     worker: WorkerHandle | None = None
@@ -62,12 +68,20 @@ class Model:
     unload_idle: Callable[[], Awaitable[None]] | None = None
     task: asyncio.Task[None] | None = None  # the load or the drain in progress
     leases: int = 0
-    waiting: int = 0  # for it to be ready
+    waiting: int = 0  # leases that are not given yet
     hurried: bool = False  # its unload does not wait for the leases to end
+    stands_back: bool = False  # gives no new lease: a load waits for what it holds
+    cancels: int = 0  # of loads, by the user
+    load_cancelled: bool = False  # the one in progress, by anyone
     used_at: float = field(default_factory=time.monotonic)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ready_at: float = 0.0
+    # Its files as the latest load found them; None: it has not come so far.
+    files: tuple[tuple[str, int, int], ...] | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_ALLOWED))
     not_before: float = 0.0  # of the next load, after deaths
+    restarting: bool = False  # the next load is one
+    circuit_open: bool = False
     refusals: int = 0  # in a row
     error: PenstockError | None = None  # why it is FAILED
     retry_at: float = 0.0  # when FAILED may be tried again
@@ -78,6 +92,13 @@ class Model:
         """The way to the worker there is."""
         assert self.worker is not None
         return self.worker.client
+
+    @property
+    def idle(self) -> bool:
+        """Nobody uses it, nor is about to: who has waited for its load takes the lease a moment
+        after it is ready. Those for whom it stands back do not count."""
+        coming = self.waiting and not self.stands_back
+        return not self.leases and not coming and not self.client.open_requests
 
     # --- as a tenant of `Room` ---
 
@@ -96,9 +117,10 @@ class Model:
             kv_bytes=holding.kv_bytes,
             kv_used_bytes=min(used, holding.kv_bytes),
             kv_least_bytes=min(holding.kv_least_bytes, holding.kv_bytes),
-            idle=not self.leases and not self.client.open_requests,
+            idle=self.idle,
             pinned=self.pinned,
             used_at=self.used_at,
+            served=time.monotonic() - self.ready_at >= self.client.ready.load_s,
         )
 
     @property
@@ -117,6 +139,12 @@ class Model:
         assert self.holding is not None
         await self.holding.shrink(kv_bytes)
 
+    def stand_back(self, on: bool) -> None:
+        """Give no new lease, or give them again."""
+        if self.stands_back and not on:
+            self.changed.set()
+        self.stands_back = on
+
     async def unload(self) -> None:
         """End it, if it is still idle."""
         assert self.unload_idle is not None
@@ -124,7 +152,7 @@ class Model:
 
     def rested(self, after_s: float) -> bool:
         """Whether it has been idle for so long; true once for each time it rests."""
-        if self.leases or self.client.open_requests or self._rests_since == self.used_at:
+        if not self.idle or self._rests_since == self.used_at:
             return False
         if time.monotonic() - self.used_at < after_s:
             return False
@@ -136,6 +164,7 @@ class Model:
     def enter(self, state: State) -> None:
         """Change the state and wake whoever waits for a change."""
         self.state = state
+        self.stands_back = self.load_cancelled = False
         self.changed.set()
 
     async def wait(self) -> None:
@@ -143,10 +172,37 @@ class Model:
         self.changed.clear()
         await self.changed.wait()
 
-    def bury(self) -> None:
+    def move_in(self, worker: WorkerHandle, holding: Holding) -> None:
+        """A process is loading it; what it holds comes back when the process is gone."""
+        self.worker, self.holding = worker, holding
+        worker.ended.add_done_callback(lambda _: self.bury(worker))
+
+    def settle_in(self) -> None:
+        """The load is done."""
+        assert self.holding is not None
+        self.refusals = 0
+        self.restarting = False
+        self.used_at = self.ready_at = time.monotonic()
+        ready, room = self.client.ready, self.holding.room()
+        self.events.add(
+            "loaded",
+            model=self.name,
+            pid=self.client.ready.pid,
+            load_s=round(ready.load_s, 3),
+            bytes=self.holding.total_bytes,
+            kv_bytes=self.holding.granted_kv_bytes,
+            context=room.tokens_in(self.holding.granted_kv_bytes),
+        )
+        self._close_circuit()
+        self.enter(State.READY)
+
+    def bury(self, worker: WorkerHandle) -> None:
         """The worker has ended: by our wish while draining, or by itself."""
-        assert self.worker is not None
-        worker, self.worker = self.worker, None
+        if worker is not self.worker:
+            return
+        ending, held = worker.ended.result(), self.holding
+        size = 0 if held is None else held.total_bytes
+        self.worker = None
         self._give_back()
         if worker.end_expected:
             # At the end of a load the refusal decides what comes next.
@@ -156,6 +212,16 @@ class Model:
         now = time.monotonic()
         self.deaths.append(now)
         recent = [death for death in self.deaths if now - death < DEATH_WINDOW_S]
+        self.restarting = True
+        self.events.add(
+            "death",
+            model=self.name,
+            pid=worker.pid,
+            state=self.state.value,
+            freed_bytes=size,
+            deaths=len(recent),
+            **ending.row(),
+        )
         if len(recent) < DEATHS_ALLOWED:
             self.not_before = now + DEATH_PAUSE_S * (len(recent) - 1)
             self.enter(State.ABSENT)
@@ -163,20 +229,50 @@ class Model:
         self.retry_at = recent[0] + DEATH_WINDOW_S
         self.error = WorkerLost(
             f"The process of the model {self.name!r} has ended {len(recent)} times in "
-            f"{now - recent[0]:.0f} s, the last time so: {worker.ended.result()}."
+            f"{now - recent[0]:.0f} s, the last time so: {ending.words}."
+        )
+        self.circuit_open = True
+        retry_in_s = round(self.retry_at - now, 1)
+        self.events.add(
+            "circuit opened", model=self.name, deaths=len(recent), retry_in_s=retry_in_s
         )
         self.enter(State.FAILED)
 
     def refuse(self, error: PenstockError) -> None:
         """The load came to the conclusion that it cannot be done, at least now."""
-        self.worker = None
         self._give_back()
         pause_s = min(REFUSAL_PAUSE_S * 2**self.refusals, REFUSAL_PAUSE_MAX_S)
         self.refusals += 1
         self.retry_at = time.monotonic() + pause_s
         self.error = error
         log.warning("%s cannot be loaded: %s", self.name, error.message)
+        row = {**(error.numbers or {}), "code": error.code, "reason": error.message}
+        self.events.add("load failed", model=self.name, retry_in_s=pause_s, **row)
         self.enter(State.FAILED)
+
+    def cancel_load(self) -> None:
+        """End the load, if there is one; its process is seen to in peace, so only once."""
+        if self.state is State.LOADING and self.task is not None and not self.load_cancelled:
+            self.load_cancelled = True  # `cancelling()` would count time-outs inside it, too
+            self.task.cancel()
+
+    def give_up(self) -> None:
+        """The load was cancelled."""
+        self._give_back()
+        self.events.add("load cancelled", model=self.name)
+        self.enter(State.ABSENT)
+
+    def forgive(self) -> None:
+        """What went wrong before is no reason any more: the files or the settings have changed."""
+        self.retry_at = self.not_before = 0.0
+        self.refusals = 0
+        self.deaths.clear()
+        self._close_circuit()
+
+    def _close_circuit(self) -> None:
+        if self.circuit_open:
+            self.circuit_open = False
+            self.events.add("circuit closed", model=self.name)
 
     def _give_back(self) -> None:
         """The process is gone: so are its bytes."""
@@ -184,11 +280,9 @@ class Model:
             self.holding.release()
             self.holding = None
 
-    def abandon(self) -> None:
-        """The load was called off."""
-        self.worker = None
-        self._give_back()
-        self.enter(State.ABSENT)
+    def cancelled(self) -> PenstockError:
+        """What those are told who waited for a load that the user has cancelled."""
+        return Overloaded(f"The load of the model {self.name!r} was cancelled.", retry_after_s=1)
 
     def refusal(self) -> PenstockError:
         """The stored error, new for each who asks, with the time left."""
@@ -214,6 +308,8 @@ class Model:
             "pinned": self.pinned,
             "idle_s": 0.0 if self.leases else round(now - self.used_at, 1),
         }
+        if self.state is State.LOADING and self.worker is None:
+            row["progress"] = {"phase": "room", "done_bytes": 0, "total_bytes": 0}
         if self.worker is not None:
             row["pid"] = self.worker.pid
             if self.state is State.LOADING and (progress := self.worker.progress) is not None:

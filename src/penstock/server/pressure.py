@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
 from penstock.memory.gauge import ProcessGauge, read_gpus, read_ram
-from penstock.memory.governor import Act, Events, Governor, Readings
+from penstock.memory.governor import Act, Governor, Readings
 from penstock.memory.slack import NOISE_BYTES
 from penstock.server.upkeep import Upkeep
+from penstock.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.memory.baseline import Baseline
+    from penstock.memory.events import Events
     from penstock.memory.gauge import GpuReading
-    from penstock.memory.ledger import Ledger
     from penstock.memory.requests import RequestPool
     from penstock.server.model import Model
     from penstock.server.residency import Residency
@@ -36,18 +37,19 @@ _libc = ctypes.CDLL(None)
 
 
 def build_governor(
-    ledger: Ledger,
     residency: Residency,
     supervisor: Supervisor,
     server: Baseline,
     requests: RequestPool,
     reclaim: Callable[[int], None],
+    hang_s: float,
 ) -> Governor:
     """A governor over this server's processes and models."""
-    events = Events()
+    events = residency.events
+    watchdog = Watchdog(hang_s, events)
     upkeep = Upkeep(residency, events)
-    watch = _Watch(residency, supervisor, server, requests, reclaim, events, upkeep)
-    return Governor(ledger, watch, shed_list(residency), residency.room.held, events)
+    watch = _Watch(residency, supervisor, server, requests, reclaim, events, watchdog, upkeep)
+    return Governor(residency.ledger, watch, shed_list(residency), residency.room.held, events)
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class _Watch:
     requests: RequestPool
     reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
+    watchdog: Watchdog
     upkeep: Upkeep
     _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
     _gauges: dict[str, ProcessGauge] = field(default_factory=dict)
@@ -76,7 +79,9 @@ class _Watch:
     def read(self) -> Readings:
         """All figures; in a thread. Only copies of the server's own tables are looked at."""
         pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
-        pids |= {owner_of(name): pid for name, pid in self.residency.workers().items()}
+        workers = self.residency.workers()
+        pids |= {owner_of(name): worker.pid for name, worker in workers.items()}
+        self.watchdog.read(workers.values())
         known = self._gauges
         self._gauges = {
             owner: known[owner] if owner in known and known[owner].pid == pid else ProcessGauge(pid)
@@ -93,7 +98,7 @@ class _Watch:
 
         Where it does not tell, all that is booked, but of the KV only what is committed.
         """
-        workers = set(self.residency.workers().values())
+        workers = {worker.pid for worker in self.residency.workers().values()}
         own: dict[str, int] = {}
         for gpu in gpus:
             told = [size for pid, size in gpu.processes.items() if pid in workers]
@@ -130,6 +135,7 @@ class _Watch:
         unbooked += self.server.unbooked_bytes + self.residency.template.unbooked_bytes
         if unbooked > 0:
             self.reclaim(unbooked)  # KV makes room; the next turn books what was read
+        self.watchdog.judge(self.residency.workers())
         self.upkeep.turn()
         busy = self.busy()
         if not busy:

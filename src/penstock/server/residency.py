@@ -7,6 +7,10 @@ makes room for it is `room`'s; what a loaded model holds is its `Holding`'s.
 
 A request whose worker is lost may lease the same model again: the lease then waits for the
 restart. It can be hidden from the client as long as `Generation.started` is false.
+
+A load is wanted by those who wait for it. Until it has its room, it ends with the last of them: it
+would unload others for nobody. Once its process runs it goes on: whoever left is likely to come
+back, and an idle model is in nobody's way.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from penstock.catalog import Card  # noqa: TC001 - a NamedTuple's fields are read at run time
+from penstock.catalog.scan import file_marks
 from penstock.errors import InternalError, ModelTooLarge, Overloaded, PenstockError, WorkerLost
 from penstock.memory.admission import largest_kv
 from penstock.memory.baseline import Baseline
+from penstock.memory.events import Events
 from penstock.memory.gauge import GpuReading, read_gpus, read_process, resolve_device
 from penstock.memory.limits import TEMPLATE_BYTES, domain_of
 from penstock.server.client import ModelClient  # noqa: TC001
@@ -31,15 +37,18 @@ from penstock.server.room import Room
 from penstock.server.supervisor import STOP_GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Sequence
 
     from penstock.catalog import Catalog
     from penstock.config import ModelsSettings
     from penstock.memory.admission import ModelRoom
     from penstock.memory.ledger import Ledger
     from penstock.server.supervisor import Supervisor, WorkerHandle
+    from penstock.wire import LoadSpec
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Lease(NamedTuple):
@@ -62,11 +71,12 @@ class Residency:
         storage: Storage,
         patience_s: float = 600.0,
     ) -> None:
+        self.events = Events()
         self.template = Baseline(ledger, "template", TEMPLATE_BYTES)
         self.room = Room(ledger, self.tenants, patience_s)
         self._catalog = catalog
         self._supervisor = supervisor
-        self._ledger = ledger
+        self.ledger = ledger
         self.settings = settings
         self._storage = storage
         self._models: dict[str, Model] = {}
@@ -74,10 +84,25 @@ class Residency:
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[Lease]:
+    async def lease(self, name: str, wait_s: float | None = None) -> AsyncIterator[Lease]:
         """The model, loaded; it stays until the block ends. Raises why it cannot be had."""
         model = await self._find(name)
-        worker = await self._ensure_ready(model)
+        if model.state is State.FAILED:
+            await self._look_again(model)
+        model.waiting += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                worker = await self._ensure_ready(model)
+        except TimeoutError:
+            raise Overloaded(
+                f"The request has waited until its deadline for the model {name!r}, which is "
+                f"{model.state.value} (server.queue_deadline_s).",
+                retry_after_s=30,
+            ) from None
+        finally:
+            model.waiting -= 1
+            if model.worker is None and not model.waiting:
+                model.cancel_load()
         assert model.card is not None
         model.leases += 1
         try:
@@ -90,44 +115,41 @@ class Residency:
 
     async def load(self, name: str) -> None:
         """Have the model ready. Who gives up waiting ends a load that nobody else waits for."""
-        model = await self._find(name)
         try:
-            await self._ensure_ready(model)
+            async with self.lease(name):
+                pass
         except asyncio.CancelledError:
-            await self._call_off(model)
+            model = self._models.get(name)
+            if model is not None and model.state is State.LOADING and not model.waiting:
+                await self.unload(name)
             raise
 
-    async def unload(self, name: str, grace_s: float = STOP_GRACE_S, *, now: bool = False) -> bool:
-        """Let the running requests finish, unless it must be `now`, then end the worker; False if
-        there was none. A load that somebody waits for is let finish first."""
+    async def unload(
+        self,
+        name: str,
+        grace_s: float = STOP_GRACE_S,
+        *,
+        reason: str = "asked",
+        now: bool = False,
+    ) -> bool:
+        """Let the running requests finish, unless it must be `now`, then end the worker; a load is
+        cancelled, and who waits for it is told so. False if there was neither."""
         model = self._models.get(name)
-        if model is None:
+        if model is None or model.state not in (State.LOADING, State.READY, State.DRAINING):
             return False
-        if await self._call_off(model):
-            return True
-        while model.state is State.LOADING:
-            await model.wait()
         if model.state is State.READY:
-            model.state, model.hurried = State.DRAINING, False
-            model.task = asyncio.get_running_loop().create_task(self._drain(model, grace_s))
-        elif model.state is not State.DRAINING:
-            return False
+            model.hurried = False
+            model.enter(State.DRAINING)
+            self._begin(model, self._drain(model, grace_s, reason))
+        assert model.task is not None
+        task = model.task
+        if model.state is State.LOADING:
+            model.cancels += 1
+            model.cancel_load()
         if now:
             model.hurried = True
             model.changed.set()
-        assert model.task is not None
-        await asyncio.shield(model.task)
-        return True
-
-    async def _call_off(self, model: Model) -> bool:
-        """End a load that nobody waits for; True if there was one."""
-        if model.state is not State.LOADING or model.waiting or model.task is None:
-            return False
-        model.task.cancel()
-        await asyncio.wait([model.task])
-        if not model.task.cancelled():
-            return False
-        model.abandon()
+        await asyncio.wait([task])
         return True
 
     async def pin(self, name: str, *, pinned: bool) -> None:
@@ -144,6 +166,8 @@ class Residency:
                 model.pinned = own.pinned
             if model.holding is not None:
                 model.holding.adopt(own)
+            if model.state is State.FAILED and own != before.settings(model.name):
+                model.forgive()
         self.room.wake()
 
     def snapshot(self) -> list[dict[str, object]]:
@@ -162,12 +186,10 @@ class Residency:
             if model.state is State.READY and model.worker is not None and model.worker.alive
         }
 
-    def workers(self) -> dict[str, int]:
-        """The process ids of all workers there are, loading and ending ones too."""
+    def workers(self) -> dict[str, WorkerHandle]:
+        """All worker processes there are, loading and ending ones too."""
         return {
-            model.name: model.worker.pid
-            for model in self._models.values()
-            if model.worker is not None
+            model.name: model.worker for model in self._models.values() if model.worker is not None
         }
 
     async def plan(self, card: Card) -> ModelPlan:
@@ -205,92 +227,112 @@ class Residency:
         if (model := self._models.get(name)) is not None:
             return model
         card = await asyncio.to_thread(self._catalog.find, name)
-        model = Model(card.name, self.settings.settings(card.name).pinned)
+        model = Model(card.name, self.settings.settings(card.name).pinned, self.events)
         model.unload_idle = lambda: self._unload_idle(model)
         return self._models.setdefault(card.name, model)
 
     async def _unload_idle(self, model: Model) -> None:
-        """For another model's sake: not if someone came meanwhile."""
-        if model.state is State.READY and not model.leases:
-            log.info("%s is idle and is unloaded", model.name)
-            await self.unload(model.name)
+        """For another model's sake: not if someone came meanwhile, or pinned it."""
+        if model.state is State.READY and model.idle and not model.pinned:
+            await self.unload(model.name, reason="room")
+
+    async def _look_again(self, model: Model) -> None:
+        """Whoever repairs a model's files need not wait for the next attempt."""
+        card, files = model.card, model.files
+        same = card is not None and files == await asyncio.to_thread(file_marks, card.path)
+        if not same and model.state is State.FAILED:
+            model.forgive()
 
     async def _ensure_ready(self, model: Model) -> WorkerHandle:
         """Returns in the same turn of the loop in which the model was seen to be ready."""
-        model.waiting += 1
-        try:
-            return await self._until_ready(model)
-        finally:
-            model.waiting -= 1
-
-    async def _until_ready(self, model: Model) -> WorkerHandle:
+        cancels = model.cancels
         while True:
             if self._closed:
                 raise Overloaded("The server is shutting down.", retry_after_s=5)
+            if model.cancels != cancels:
+                raise model.cancelled()
             if model.state is State.READY:
                 assert model.worker is not None
-                if model.worker.alive:
+                if model.worker.alive and not model.stands_back:
                     return model.worker
-                await model.wait()  # for `bury`: this is between the first sign of a death and it
+                await model.wait()  # for `bury`, or until it need not stand back
             elif model.state in (State.LOADING, State.DRAINING):
                 await model.wait()
             elif model.state is State.FAILED and model.retry_at > time.monotonic():
                 raise model.refusal()
             else:
-                model.state = State.LOADING
-                model.task = asyncio.get_running_loop().create_task(self._load(model))
+                model.enter(State.LOADING)
+                self._begin(model, self._load(model)).add_done_callback(
+                    lambda task: self._load_ended(model, task)
+                )
+
+    def _begin(self, model: Model, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        model.task = task = asyncio.get_running_loop().create_task(work)
+        return task
+
+    def _load_ended(self, model: Model, task: asyncio.Task[None]) -> None:
+        """Whatever came of it is in the model's state afterwards."""
+        error = None if task.cancelled() else task.exception()
+        if model.task is not task or model.state is not State.LOADING:
+            return  # `bury` has seen to it
+        match error:
+            case None if task.cancelled():
+                model.give_up()
+            case None:
+                model.settle_in()
+                self.room.spread()  # what the load needed beside the weights is free again
+            case PenstockError():
+                model.refuse(error)
+            case OSError():  # no descriptors or no memory left for another process
+                model.refuse(InternalError(f"No worker could be started: {error}."))
+            case _:
+                log.error("the load of %s failed", model.name, exc_info=error)
+                model.refuse(InternalError(f"The load failed by our own fault: {error!r}."))
 
     async def _load(self, model: Model) -> None:
-        """One attempt; whatever comes of it is in the model's state afterwards."""
-        try:
-            if (pause_s := model.not_before - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            await self._start(model)
-        except WorkerLost:
-            pass  # `bury` has seen to it
-        except PenstockError as error:
-            model.refuse(error)
-        except OSError as error:  # no descriptors or no memory left for another process
-            model.refuse(InternalError(f"No worker could be started: {error}."))
-        else:
-            model.refusals = 0
-            model.used_at = time.monotonic()
-            model.enter(State.READY)
-            self.room.spread()  # what the load needed beside the weights is free again
-            ready, holding = model.client.ready, model.holding
-            assert holding is not None
-            log.info(
-                "%s is ready on %s after %.1f s: %d tokens of KV",
-                model.name,
-                ready.device,
-                ready.load_s,
-                holding.room().tokens_in(holding.granted_kv_bytes),
-            )
-
-    async def _start(self, model: Model) -> None:
         """Book, fork, load, book again what was measured. A failure gives every byte back, after
         the process is gone."""
+        if (pause_s := model.not_before - time.monotonic()) > 0:
+            await asyncio.sleep(pause_s)
+        begun = time.monotonic()
+        model.files = None
         model.card = await asyncio.to_thread(self._catalog.find, model.name)
+        model.files = await asyncio.to_thread(file_marks, model.card.path)
         self.gpus = await asyncio.to_thread(read_gpus)
         plan = self._plan(model.card, self.gpus)
         await self._measure_template()
-        async with contextlib.AsyncExitStack() as undo:
-            booking = await self.room.take(plan.load_need())
-            undo.callback(booking.release)
-            holding = model.holding = Holding(self._ledger, plan, booking)
-            largest = largest_kv(self._ledger.snapshot(), plan.room(), self.room.residents())
-            spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
-            worker = model.worker = await self._supervisor.start(spec)
-            undo.push_async_callback(worker.stop)
-            worker.ended.add_done_callback(lambda _: model.bury())
+        booking = await self.room.take(plan.load_need())
+        holding = Holding(self.ledger, plan, booking)
+        largest = largest_kv(self.ledger.snapshot(), plan.room(), self.room.residents())
+        spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
+        self.events.add(
+            "restart" if model.restarting else "load",
+            model=model.name,
+            waited_s=round(time.monotonic() - begun, 3),
+            bytes=holding.total_bytes,
+            kv_bytes=holding.granted_kv_bytes,
+        )
+        try:
+            worker = await _to_its_end(self._birth(model, spec, holding))
             await asyncio.shield(worker.ready)
+            if model.worker is not worker:
+                raise WorkerLost(f"The process of the model {model.name!r} ended as it was ready.")
             holding.move_in(worker.client)
-            undo.pop_all()
+        except BaseException:
+            if model.worker is not None:
+                await _to_its_end(model.worker.stop())
+            booking.release()  # of a process that is gone, or was never there
+            raise
+
+    async def _birth(self, model: Model, spec: LoadSpec, holding: Holding) -> WorkerHandle:
+        worker = await self._supervisor.start(spec)
+        model.move_in(worker, holding)
+        return worker
 
     def _plan(self, card: Card, gpus: Sequence[GpuReading]) -> ModelPlan:
         settings = self.settings.settings(card.name)
         device = resolve_device(settings.device, gpus)
-        limit_bytes = self._ledger.snapshot()[domain_of(device)].limit_bytes
+        limit_bytes = self.ledger.snapshot()[domain_of(device)].limit_bytes
         return plan_for(card, settings, device, limit_bytes)
 
     async def _measure_template(self) -> None:
@@ -300,15 +342,38 @@ class Residency:
         if reading is not None:
             self.template.measured(reading.anonymous_bytes)
 
-    async def _drain(self, model: Model, grace_s: float) -> None:
-        while model.leases and not model.hurried:
+    async def _drain(self, model: Model, grace_s: float, reason: str) -> None:
+        worker, begun = model.worker, time.monotonic()
+        assert worker is not None
+        while model.leases and not model.hurried and model.worker is worker:
             await model.wait()
-        grace_s = 0.0 if model.leases else grace_s
-        assert model.worker is not None
+        if model.worker is not worker:
+            return  # it died before
+        told = time.monotonic()
+        size = 0
         if model.holding is not None:
+            size = model.holding.total_bytes
             model.holding.settle()
-        await model.worker.stop(grace_s)
+        await worker.stop(0.0 if model.hurried else grace_s)
+        self.events.add(
+            "unload",
+            model=model.name,
+            reason=reason,
+            freed_bytes=size,
+            waited_s=round(told - begun, 3),
+            settled_s=round(time.monotonic() - told, 3),
+        )
         for other in self._models.values():
             if isinstance(other.error, ModelTooLarge | Overloaded):
                 other.retry_at = 0.0  # there is more room now
         self.room.spread()
+
+
+async def _to_its_end(work: Coroutine[None, None, T]) -> T:
+    """What comes of it; who is cancelled meanwhile goes on only when it is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise

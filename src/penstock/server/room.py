@@ -55,6 +55,9 @@ class Tenant(Protocol):
     async def shrink_kv(self, kv_bytes: int) -> None:
         """Have it hold no more than so much KV; returns when it has answered, or is gone."""
 
+    def stand_back(self, on: bool) -> None:
+        """Give no new lease, so that it comes to rest; or give them again."""
+
     async def unload(self) -> None:
         """End it, if it is still idle; returns when its bytes are back."""
 
@@ -102,15 +105,28 @@ class Room:
 
     async def _take_in_turn(self, need: LoadNeed) -> Reservation:
         spent: set[str] = set()
-        while True:
-            verdict = decide_load(need, self._ledger.snapshot(), self.residents(), spent)
-            match verdict:
-                case Accept(kv_bytes):
-                    return self._ledger.reserve(owner_of(need.name), need.needs(kv_bytes))
-                case Refuse(error):
-                    raise error
-                case Wait():
-                    await self._act(verdict, spent)
+        try:
+            while True:
+                verdict = decide_load(need, self._ledger.snapshot(), self.residents(), spent)
+                match verdict:
+                    case Accept(kv_bytes):
+                        return self._ledger.reserve(owner_of(need.name), need.needs(kv_bytes))
+                    case Refuse(error):
+                        raise error
+                    case Wait():
+                        if not verdict.shed:
+                            # Those that go, too: a request that has waited for one of them would
+                            # otherwise be quicker than its end, again and again.
+                            self._rest(need.domain, verdict.drain + verdict.unload)
+                        await self._act(verdict, spent)
+        finally:
+            self._rest(need.domain, ())
+
+    def _rest(self, domain: str, names: tuple[str, ...]) -> None:
+        """These models of a domain, and no others of it, take no more requests."""
+        for name, tenant in self._tenants().items():
+            if tenant.resident().domain == domain:
+                tenant.stand_back(name in names)
 
     async def grow(self, room: Callable[[], ModelRoom | None], name: str, kv_bytes: int) -> None:
         """Give a loaded model so much KV if idle others can spare it now."""

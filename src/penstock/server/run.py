@@ -160,7 +160,9 @@ def build_services(
     def on_room() -> None:
         loop.call_soon(tell_waiters)
 
-    governor = build_governor(ledger, residency, supervisor, server, requests, reclaim)
+    governor = build_governor(
+        residency, supervisor, server, requests, reclaim, config.server.hang_s
+    )
     metrics = Metrics(lambda: _statuses(residency), ledger, governor)
     ledger.on_room = on_room
     requests.on_starved = reclaim

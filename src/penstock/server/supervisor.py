@@ -14,11 +14,12 @@ import os
 import re
 import signal
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from penstock.boot import Fork
 from penstock.errors import InternalError, PenstockError, WorkerLost, by_code
-from penstock.memory.control_group import remove_group, remove_leftovers
+from penstock.memory.control_group import oom_kills, remove_group, remove_leftovers
 from penstock.server.client import ModelClient
 from penstock.server.output_log import OutputLog
 from penstock.server.template import Child, TemplateProcess
@@ -47,6 +48,30 @@ STOP_GRACE_S = 5.0  # to finish the step in hand
 TERM_GRACE_S = 1.0  # from SIGTERM to SIGKILL
 # How far apart the two signs of a death may lie: the socket's end and the parent's word.
 BURIAL_S = 2.0
+_LAST_LINES = 12  # of a dead worker's output, in the event
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker's process ended."""
+
+    words: str
+    code: int | None = 0  # negative: a signal; None: nobody knows
+    oom_kill: bool | None = False  # None: there is no telling
+    last_lines: tuple[str, ...] = ()
+    lost_requests: int = 0  # that were open
+
+    def row(self) -> dict[str, object]:
+        """As figures, for an event."""
+        named = None if self.code is None or self.code >= 0 else _signal_name(-self.code)
+        return {
+            "cause": self.words,
+            "exit_code": self.code if named is None else None,
+            "signal": named,
+            "oom_kill": "unknown" if self.oom_kill is None else self.oom_kill,
+            "lost_requests": self.lost_requests,
+            "last_lines": list(self.last_lines),
+        }
 
 
 class Supervisor:
@@ -139,14 +164,17 @@ class WorkerHandle:
         self.client = ModelClient(spec.name, self._send)
         self.progress: Loading | None = None  # the latest of the load
         self.ready: asyncio.Future[Ready] = loop.create_future()  # or raises why there is no model
-        self.ended: asyncio.Future[str] = loop.create_future()  # how the process ended, in words
+        self.ended: asyncio.Future[Ending] = loop.create_future()
         self.alive = True  # until the first sign of its death
         self._exit_code = child.exit_code
         self._exit_code.add_done_callback(self._on_exit_code)
         self._log = output
         self.end_expected = False  # we asked for it, or it has said why it cannot serve
+        self.words_heard = 0
+        self._hang = ""  # why we end it, if it hangs
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def connect(self, sock: socket.socket) -> None:
         """Take over the server's end of the worker's socket."""
@@ -164,6 +192,17 @@ class WorkerHandle:
             self.kill(sign)
         await asyncio.shield(self.ended)
 
+    def end_hung(self, why: str) -> None:
+        """End it without asking: it has stopped working. To its requests that is a death."""
+        if self.alive and not self._hang:
+            self._hang = why
+            self._ending = asyncio.get_running_loop().create_task(self._end_hung())
+
+    async def _end_hung(self) -> None:
+        self.kill(signal.SIGTERM)
+        await asyncio.wait([self.ended], timeout=TERM_GRACE_S)
+        self.kill(signal.SIGKILL)  # a process that is stopped hears nothing less
+
     def kill(self, sign: signal.Signals) -> None:
         """Send a signal, unless the process has already been reaped."""
         if self._exit_code.done() and self._exit_code.result() is not None:
@@ -177,6 +216,7 @@ class WorkerHandle:
 
     def on_message(self, message: Step | Loading | Ready | LoadFailed | Alive | Freed) -> None:
         """What the worker said."""
+        self.words_heard += 1
         match message:
             case Step() | Alive() | Freed():
                 self.client.receive(message)
@@ -213,10 +253,13 @@ class WorkerHandle:
             self.kill(signal.SIGKILL)
             await asyncio.wait([self._exit_code], timeout=BURIAL_S)
         code = self._exit_code.result() if self._exit_code.done() else None
+        oom_kill = await asyncio.to_thread(_was_oom_kill, self.pid, code)
         await asyncio.to_thread(remove_group, self.pid)  # also of one that died while loading
         self._log.close()
-        cause = describe_exit(code)
+        cause = describe_exit(code, oom_kill) if not self._hang else f"{self._hang} and was ended"
         name = self.spec.name
+        lines = tuple(self._log.tail().splitlines()[-_LAST_LINES:])
+        ending = Ending(cause, code, oom_kill, lines, self.client.open_requests)
         if self.end_expected:
             lost = f"The model {name!r} was unloaded before this request was finished."
             log.info("worker %d of %s ended: %s", self.pid, name, cause)
@@ -234,7 +277,7 @@ class WorkerHandle:
             self.ready.set_exception(WorkerLost(lost))
         self.ready.exception()  # whoever wanted to know has asked by now
         self.client.lose(lost)
-        self.ended.set_result(cause)
+        self.ended.set_result(ending)
 
 
 class _Reader(asyncio.Protocol):
@@ -256,19 +299,33 @@ class _Reader(asyncio.Protocol):
         self._worker.on_end_of_file()
 
 
-def describe_exit(code: int | None) -> str:
+def describe_exit(code: int | None, oom_kill: bool | None = None) -> str:
     """How a process ended, in words that point to the usual cause."""
     if code is None:
         return "its exit code is unknown, because the template process died before it"
     if code >= 0:
         return f"it exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if -code == signal.SIGKILL:
+    name = _signal_name(-code)
+    if oom_kill:
+        return f"the kernel killed it by {name}, because it held more memory than its group may"
+    if -code == signal.SIGKILL and oom_kill is None:
         return f"it was killed by {name}, which is what the kernel sends when memory runs out"
     return f"it was killed by {name}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _was_oom_kill(pid: int, code: int | None) -> bool | None:
+    """Whether the kernel did it for want of memory; None where nothing tells."""
+    if code != -signal.SIGKILL:
+        return None if code is None else False
+    kills = oom_kills(pid)
+    return None if kills is None else kills > 0
 
 
 def _file_name(model: str) -> str:

@@ -17,8 +17,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from penstock.memory.governor import Events
-    from penstock.server.model import Model
+    from penstock.memory.events import Events
     from penstock.server.residency import Residency
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class Upkeep:
     def __init__(self, residency: Residency, events: Events) -> None:
         self._residency = residency
         self._events = events
-        self._work: dict[str, asyncio.Task[None]] = {}  # in progress, by model
+        self._work: dict[str, asyncio.Task[object]] = {}  # in progress, by model
 
     def turn(self) -> None:
         """Look at every loaded model; never waits."""
@@ -42,18 +41,17 @@ class Upkeep:
             assert model.holding is not None
             if keys := reload_keys(model.holding.plan.settings, settings):
                 self._events.add("reload", model=name, changed=keys)
-                self._begin(name, self._reload(model))
+                self._begin(name, self._reload(name))
             elif settings.ttl and not model.pinned and idle_s >= settings.ttl:
-                self._events.add("ttl", model=name, idle_s=round(idle_s, 1), ttl_s=settings.ttl)
-                self._begin(name, model.unload())
+                self._begin(name, self._residency.unload(name, reason="ttl"))
 
-    def _begin(self, name: str, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, name: str, work: Coroutine[None, None, object]) -> None:
         task = self._work[name] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda _: self._work.pop(name))
 
-    async def _reload(self, model: Model) -> None:
-        await model.unload()
+    async def _reload(self, name: str) -> None:
+        await self._residency.unload(name, reason="settings")
         try:
-            await self._residency.load(model.name)
+            await self._residency.load(name)
         except PenstockError as error:
-            self._events.add("reload failed", model=model.name, reason=error.message)
+            log.error("%s is not loaded anew: %s", name, error.message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from penstock.memory.events import Events
 from penstock.memory.gauge import GpuReading, GroupReading, ProcessReading, RamReading
 from penstock.memory.governor import (
     BUSY_S,
@@ -12,7 +13,6 @@ from penstock.memory.governor import (
     RELEASE_TURNS,
     SHORT_S,
     Act,
-    Events,
     Governor,
     Readings,
     outside,

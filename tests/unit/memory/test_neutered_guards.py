@@ -22,6 +22,7 @@ from penstock.memory.admission import (
     decide_load,
 )
 from penstock.memory.baseline import Baseline
+from penstock.memory.events import Events
 from penstock.memory.ledger import Ledger, OutOfBudget, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.server import queue
@@ -135,7 +136,7 @@ def shed_list() -> None:
 
     books = Ledger({"ram": 10}, {"ram": 100})
     books.observe("ram", 101)
-    watch = governor.Governor(books, None, [governor.Act("a", act)], set(), governor.Events())  # type: ignore[arg-type]
+    watch = governor.Governor(books, None, [governor.Act("a", act)], set(), Events())  # type: ignore[arg-type]
     asyncio.run(watch._mend("ram"))
     assert called == ["ram"]
 

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.memory.baseline import Baseline
+from penstock.memory.events import Events
 from penstock.memory.gauge import ProcessReading, RamReading
-from penstock.memory.governor import Events, Readings
+from penstock.memory.governor import Readings
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.memory.slack import NOISE_BYTES
 from penstock.server.pressure import _Watch
 from penstock.server.upkeep import Upkeep
+from penstock.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +38,16 @@ def watching(
     reclaim: Callable[[int], None],
     events: Events,
 ) -> _Watch:
-    upkeep = Upkeep(residency, events)
-    return _Watch(residency, cast("Any", None), server, pool, reclaim, events, upkeep)
+    return _Watch(
+        residency,
+        cast("Any", None),
+        server,
+        pool,
+        reclaim,
+        events,
+        Watchdog(60, events),
+        Upkeep(residency, events),
+    )
 
 
 def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:

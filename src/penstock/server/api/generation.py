@@ -204,7 +204,8 @@ class Generation:
         lane = services.lane(job.card.name)
         answers = len(job.prompts) * job.n
         with lane.visit(self._caller, job.fields.priority or 0, size, answers) as visit:
-            async with services.residency.lease(job.card.name) as (_, client):
+            wait_s = max(self._deadline - time.monotonic(), 0.0)
+            async with services.residency.lease(job.card.name, wait_s) as (_, client):
                 services.follow(lane, client)
                 grants = [
                     await self._door.grant(self._need(len(prompt)), self._deadline)
