@@ -17,7 +17,7 @@ def _model(name: str) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss", "glm4_moe", "qwen3_moe"])
 def test_an_adopted_model_answers_as_before(name: str) -> None:
     model, ids = _model(name), torch.arange(2, 34)[None]
     expected = model(input_ids=ids, use_cache=False).logits
@@ -43,3 +43,20 @@ def test_angles_of_another_kind_are_left_alone() -> None:
     before = type(model.model.layers[0].self_attn).forward
     CpuKernels().adopt(model)
     assert model.model.layers[0].self_attn.forward.__func__ is before
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe", "mixtral"])
+def test_experts_are_taken_in_slices_whatever_the_router_says(name: str) -> None:
+    model = _model(name)
+    experts = next(module for path, module in model.named_modules() if path.endswith(".experts"))
+    ours = cpu_layers.SlicedExperts.of(experts)
+    assert ours is not None
+    count, hidden, _ = ours._shape()
+    chance = torch.Generator().manual_seed(1)
+    rows = torch.randn(cpu_layers._EXPERT_ROWS * 2 + 3, hidden, generator=chance)
+    shares = torch.rand(len(rows), 2, generator=chance)
+    spread = torch.stack([torch.randperm(count, generator=chance)[:2] for _ in rows])
+    for chosen in (spread, torch.tensor([0, 1]).expand(len(rows), 2)):
+        torch.testing.assert_close(
+            ours(rows, chosen, shares), experts(rows, chosen, shares), rtol=1e-4, atol=1e-6
+        )

@@ -307,7 +307,7 @@ def _above(steps: list[MeasuredStep]) -> dict[str, MeasuredStep]:
 def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
     architecture: str, tmp_path: Path
 ) -> None:
-    # Steps of some 60 MB: the margin for noise does not shrink with the model.
+    # The margin for noise does not shrink with the model.
     changes = WIDE | {"intermediate_size": 12288}
     if architecture == "qwen3_moe":
         changes |= {"moe_intermediate_size": 6144, "num_experts": 4}
@@ -324,7 +324,7 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
     if above := _above(found):
         assert len(above) <= 2, above
         assert not above.keys() & _above(measured_steps(spec, 60)).keys()
-    # Tokens that share experts take more than the same number that spread over them.
-    most = 1.35 if architecture == "llama" else 2.1
+    # Steps of 60 and of 25 MB, beside which the margin for noise counts differently.
+    most = 1.3 if architecture == "llama" else 1.5
     ratios = sorted(step.predicted_bytes / step.measured_bytes for step in found[-6:])
     assert ratios[3] <= most, found[-6:]

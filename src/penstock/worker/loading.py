@@ -114,7 +114,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         ),
         window=window,
         vocabulary=text.vocab_size,
-        routes=any("expert" in name for name, _ in model.named_modules()),
+        routes=_routing_matters(model),
         fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
     progress("profile", 0, 0)
@@ -345,3 +345,11 @@ def _bytes_held(model: Module) -> int:
     """What the model keeps; tied weights are one parameter and count once."""
     tensors = (*model.parameters(), *model.buffers())
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _routing_matters(model: PreTrainedModel) -> bool:
+    """Whether what a step takes depends on the experts that its tokens are sent to."""
+    return any(
+        name.rpartition(".")[2] == "experts" and not getattr(module.forward, "even", False)
+        for name, module in model.named_modules()
+    )

@@ -41,6 +41,8 @@ class CpuKernels(ReferenceKernels):
         cpu_layers.adopt_rotation(model)
         # First, since its parts must still be plain.
         _replace(model, cpu_layers.gated_mlp)
+        cpu_layers.share_between(model)
+        cpu_layers.adopt_experts(model)
         _replace(model, _quicker)
 
     def store(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 _ROTATION = "apply_rotary_pos_emb"
+_MANY_ROWS = 49  # fewer have products of their own kind
+_EXPERT_ROWS = 128  # of one expert, computed at once
 
 
 def adopt_rotation(model: nn.Module) -> None:
@@ -83,20 +85,74 @@ def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
 
+class Between:
+    """Memory for what lies between the products of a layer, the same for all layers of a step.
+
+    A heap that gets it back after each layer gives parts of it to smaller tensors, and the next
+    layer's then comes to lie elsewhere: what a step takes would be a matter of chance.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, count: int, width: int) -> tuple[Tensor, Tensor]:
+        """Two matrices of so many rows, until somebody else takes some."""
+        size = count * width
+        if self._memory is None or self._memory.numel() < 2 * size:
+            self._memory = None  # before there is another
+            self._memory = torch.empty(2 * size)
+        first, second = self._memory[:size], self._memory[size : 2 * size]
+        return first.view(count, width), second.view(count, width)
+
+    def drop(self, *_: object) -> None:
+        """The layers of this step are done."""
+        self._memory = None
+
+
 class GatedMlp(nn.Module):
     """down(silu(gate(x)) * up(x)) without copies of what lies between."""
+
+    gate_proj: Any  # linear, of whatever kind
+    up_proj: Any
+    down_proj: Any
 
     def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
         self.gate_proj = gate
         self.up_proj = up
         self.down_proj = down
+        self.between: Between | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., hidden]."""
-        inner = nn.functional.silu(self.gate_proj(rows), inplace=True)
-        answer: Tensor = self.down_proj(inner.mul_(self.up_proj(rows)))
+        count = rows.numel() // rows.shape[-1]
+        if self.between is None or count < _MANY_ROWS:
+            inner, other = self.gate_proj(rows), self.up_proj(rows)
+        else:
+            inner, other = self._products(rows.reshape(count, -1), self.between)
+            inner = inner.view(*rows.shape[:-1], -1)
+        answer: Tensor = self.down_proj(
+            nn.functional.silu(inner, inplace=True).mul_(other.view(inner.shape))
+        )
         return answer
+
+    def _products(self, rows: Tensor, between: Between) -> tuple[Tensor, Tensor]:
+        gate, up = between.take(len(rows), self.gate_proj.out_features)
+        for projection, answer in ((self.gate_proj, gate), (self.up_proj, up)):
+            torch.mm(rows, projection.weight.t(), out=answer)
+            if projection.bias is not None:
+                answer.add_(projection.bias)
+        return gate, up
+
+
+def share_between(model: nn.Module) -> None:
+    """One `Between` for all layers; dropped behind the last of them, and when a step fails."""
+    between = Between()
+    for module in model.modules():
+        if isinstance(module, GatedMlp):
+            module.between = between
+    body = getattr(model, "base_model", model)
+    body.register_forward_hook(between.drop, always_call=True)
 
 
 def gated_mlp(module: nn.Module) -> GatedMlp | None:
@@ -119,6 +175,96 @@ def gated_mlp(module: nn.Module) -> GatedMlp | None:
         return None
     same = isinstance(expected, Tensor) and torch.allclose(expected, mlp(sample), atol=1e-6)
     return mlp if same else None
+
+
+class SlicedExperts:
+    """Gated experts, each in slices of its rows, over the same memory.
+
+    So what they take does not depend on where the router sends the rows: all of them to one expert
+    need no more than a few for each.
+    """
+
+    even = True
+
+    def __init__(self, module: Any, gate: Callable[[Tensor], Tensor]) -> None:
+        self._experts = module
+        self._gate = gate
+        self._transposed = bool(getattr(module, "is_transposed", False))
+
+    @classmethod
+    def of(cls, module: Any) -> SlicedExperts | None:
+        """For experts that lie in one weight and give the same answers on a sample."""
+        weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        if any(not isinstance(weight, Tensor) or weight.dim() != 3 for weight in weights):
+            return None
+        for gate in (_silu_gate, getattr(module, "_apply_gate", _silu_gate)):
+            ours = cls(module, gate)
+            if ours._answers_as(module):
+                return ours
+        return None
+
+    def _answers_as(self, module: Any) -> bool:
+        count, hidden, _ = self._shape()
+        chance = torch.Generator().manual_seed(0)
+        rows = torch.randn(5, hidden, generator=chance)
+        chosen = torch.tensor([[0, count - 1], [count // 2, 0], [0, 1], [1, 0], [0, count - 1]])
+        shares = torch.rand(5, 2, generator=chance)
+        try:
+            expected, ours = module(rows, chosen, shares), self(rows, chosen, shares)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+            return False
+        return torch.allclose(expected, ours, rtol=1e-4, atol=1e-6)
+
+    def __call__(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Rows [T, hidden], the experts chosen for each and their shares, both [T, k]."""
+        experts, hidden, both = self._shape()
+        most = min(len(hidden_states), _EXPERT_ROWS)
+        memory = [hidden_states.new_empty(most, width) for width in (hidden, both, hidden)]
+        answer = torch.zeros_like(hidden_states)
+        sent, weights = chosen.reshape(-1), shares.reshape(-1, 1)
+        order = sent.argsort(stable=True)
+        sizes = torch.bincount(sent, minlength=experts).tolist()
+        begin = 0
+        for expert, size in enumerate(sizes[:experts]):  # beyond the last: to no expert
+            for start in range(begin, begin + size, _EXPERT_ROWS):
+                places = order[start : min(start + _EXPERT_ROWS, begin + size)]
+                tokens = places // chosen.shape[1]
+                rows, inner, outer = (part[: len(places)] for part in memory)
+                torch.index_select(hidden_states, 0, tokens, out=rows)
+                self._product("gate_up_proj", expert, rows, inner)
+                self._product("down_proj", expert, self._gate(inner), outer)
+                answer.index_add_(0, tokens, outer.mul_(weights[places]))
+            begin += size
+        return answer
+
+    def _product(self, name: str, expert: int, rows: Tensor, out: Tensor) -> None:
+        weight = getattr(self._experts, name)[expert]
+        torch.mm(rows, weight if self._transposed else weight.t(), out=out)
+        bias = getattr(self._experts, f"{name}_bias", None)
+        if bias is not None:
+            out.add_(bias[expert])
+
+    def _shape(self) -> tuple[int, int, int]:
+        """How many experts, how wide their rows are, and both products of the first weight."""
+        wide, narrow = (1, 2) if self._transposed else (2, 1)
+        down = self._experts.down_proj
+        return down.shape[0], down.shape[narrow], 2 * down.shape[wide]
+
+
+def _silu_gate(both: Tensor) -> Tensor:
+    """In place, for most."""
+    gate, up = both.chunk(2, dim=-1)
+    return nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+def adopt_experts(model: nn.Module) -> None:
+    """Compute experts in slices where the answers are the same.
+
+    What does so is marked `even`: a profile need not try how tokens might be routed.
+    """
+    for module in model.modules():
+        if (experts := SlicedExperts.of(module)) is not None:
+            module.forward = experts
 
 
 def warm_up() -> None:
