@@ -45,11 +45,13 @@ async def health(exchange: Exchange, services: Services) -> None:
 
 
 async def ready(exchange: Exchange, services: Services) -> None:
-    """Every resident model runs a real step now; so must the default one be loaded."""
+    """Every resident model runs a real step now, and the default one is not on its way. If that was
+    unloaded, the next request loads it, which is no reason to send none."""
     rows = {str(row["name"]): row for row in services.residency.snapshot()}
     models = services.config.models
     default = None if models.default is None else models.canonical(models.default)
-    if default is not None and (row := rows.get(default)) is not None and row["state"] != "ready":
+    row = None if default is None else rows.get(default)
+    if row is not None and row["state"] in ("loading", "failed"):
         raise Overloaded(f"The model {default!r} is {row['state']}.", retry_after_s=5)
     clients = services.residency.ready_clients()
     answers = await asyncio.gather(*(_probe(client) for client in clients.values()))

@@ -87,6 +87,15 @@ def test_settings_hold_where_the_client_is_silent(client: httpx.Client) -> None:
     assert said(chat_template_kwargs={"mood": "wild"}) == "wild u"
 
 
+def test_a_default_model_that_was_unloaded_is_no_reason_to_send_nothing(
+    client: httpx.Client,
+) -> None:
+    assert client.post("/admin/api/models/quick/unload").json()["unloaded"]
+    assert client.get("/ready").json() == {"status": "ready", "models": []}
+    assert ask(client, "/v1/completions", prompt="x")["model"] == "org/fake"
+    assert client.get("/ready").json()["models"] == ["org/fake"]
+
+
 def test_an_alias_is_no_models_name(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     add_model(tmp_path, "b")
