@@ -198,8 +198,7 @@ class Model:
 
     def bury(self, worker: WorkerHandle) -> None:
         """The worker has ended: by our wish while draining, or by itself."""
-        if worker is not self.worker:
-            return
+        assert worker is self.worker
         ending, held = worker.ended.result(), self.holding
         size = 0 if held is None else held.total_bytes
         self.worker = None
