@@ -82,9 +82,41 @@ def test_ps(capsys: pytest.CaptureFixture[str], server: FakeServer) -> None:
     assert "ready" in run(capsys, "ps", "--url", server.url)
 
 
+def test_load_unload_and_pin(capsys: pytest.CaptureFixture[str], server: FakeServer) -> None:
+    url = ("--url", server.url)
+    assert run(capsys, "load", "fake", *url).startswith("fake is ready on cpu: ")
+    assert "stays in memory" in run(capsys, "pin", "fake", *url)
+    assert "yes" in run(capsys, "ps", *url)
+    assert "may be unloaded" in run(capsys, "pin", "fake", "--off", *url)
+    assert run(capsys, "unload", "fake", *url) == "fake is unloaded.\n"
+    assert run(capsys, "unload", "fake", *url) == "fake was not loaded.\n"
+    assert as_json(capsys, "ps", *url) == []
+    assert run(capsys, "ps", *url) == "No model is loaded.\n"
+    assert as_json(capsys, "load", "fake", *url)["state"] == "ready"
+    for command in ("load", "unload", "pin"):
+        assert "There is no model 'no/body'" in run(capsys, command, "no/body", *url, code=1)
+
+
+def test_names_that_lead_nowhere_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, home: Path
+) -> None:
+    add_model(tmp_path, "other")
+    settings = tmp_path / "s.toml"
+    settings.write_text(
+        f"[models]\ndirs = ['{tmp_path}/models']\n"
+        "[models.fake]\nalias = ['other']\n[models.absent]\nttl = 5\n",
+        "utf-8",
+    )
+    problems = as_json(capsys, "doctor", "--config", str(settings))["problems"]
+    assert ["'other'" in problems[0], "'absent'" in problems[1]] == [True, True]
+    assert problems[1] in run(capsys, "doctor", "--config", str(settings))
+    rows = {row["name"]: row for row in as_json(capsys, "list", "--config", str(settings))}
+    assert rows["fake"]["aliases"] == ["other"]
+
+
 def test_no_server_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("ps", "chat"):
-        said = run(capsys, command, "--url", "http://127.0.0.1:9", code=1)
+    for command in (["ps"], ["chat"], ["load", "m"], ["unload", "m"], ["pin", "m"]):
+        said = run(capsys, *command, "--url", "http://127.0.0.1:9", code=1)
         assert "http://127.0.0.1:9" in said
         assert "penstock serve" in said
 

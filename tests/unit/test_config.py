@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock import config
-from penstock.config import ConfigError, parse_limit, parse_size
+from penstock.config import ConfigError, ModelSettings, parse_limit, parse_size
+from penstock.config.settings import Holds, knobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,6 +86,13 @@ def test_home_and_what_lies_in_it() -> None:
         ("[models]\ndevice = 'tpu'", {}, "cuda"),
         ("[models]\ndtype = 'int3'", {}, "float32"),
         ("[server", {}, "cannot be read"),
+        ("[models]\nttl = 'soon'", {}, "30m"),
+        ("[models]\ntemperature = 3", {}, "at most 2"),
+        ("[models]\nalias = ['a']", {}, "there is no setting models.alias"),
+        ("[models.a]\nalias = ['']", {}, "not empty"),
+        ("[models.a]\ntemplate_arguments = 'x'", {}, "table"),
+        ("[models.a]\nalias = ['x']\n[models.b]\nalias = ['x']", {}, "'a' and 'b'"),
+        ("[models.a]\nalias = ['b']\n[models.b]\nttl = 1", {}, "models.a.alias has 'b'"),
     ],
 )
 def test_refusals_name_the_setting(text: str, environment: dict[str, str], says: str) -> None:
@@ -142,3 +150,70 @@ def test_what_is_no_size(text: object) -> None:
 @pytest.mark.parametrize(("text", "limit"), [("auto", "auto"), ("60%", "60%"), ("1KiB", "1024")])
 def test_limits(text: str, limit: str) -> None:
     assert parse_limit(text) == limit
+
+
+def test_aliases_lead_to_one_model() -> None:
+    models = load("[models.'org/big']\nalias = ['gpt', 'big']\n[models.small]\nttl = 5").models
+    assert [models.canonical(name) for name in ("gpt", "big", "org/big", "other")] == [
+        "org/big", "org/big", "org/big", "other",
+    ]  # fmt: skip
+    # A folder that has the name of an alias cannot be asked for.
+    assert set(models.hidden(["gpt", "small", "org/big"])) == {"gpt"}
+
+
+def test_a_table_for_all_models_is_no_model() -> None:
+    text = "[models.template_arguments]\nenable_thinking = false\n[models.x]\nttl = '2m'"
+    models = load(text).models
+    assert list(models.named) == ["x"]
+    assert models.settings("x").template_arguments == {"enable_thinking": False}
+    assert models.settings("x").ttl == 120
+    environment = {"PENSTOCK_MODELS_TEMPLATE_ARGUMENTS": '{"a": [1]}', "PENSTOCK_MODELS_TTL": "1h"}
+    models = load(environment=environment).models
+    assert (models.template_arguments, models.ttl) == ({"a": [1]}, 3600)
+
+
+def test_what_becomes_of_a_change() -> None:
+    old = load(
+        "[server]\nport = 1\nmax_choices = 5\n[models]\ndtype = 'float32'\nttl = 1\n"
+        "[models.a]\nthreads = 1\n[models.gone]\npinned = true\n"
+    )
+    new = load(
+        "[server]\nport = 2\nmax_choices = 6\n[models]\ndtype = 'bfloat16'\nttl = 2\n"
+        "[models.a]\nthreads = 2\nalias = ['x']\n"
+        "[models.b]\ndtype = 'float32'\ntemperature = 0.5\n"
+    )
+    changes = config.compare(old, new, ["a", "b", "c"])
+    assert set(changes.applied) == {
+        "server.max_choices", "models.ttl", "models.a.alias", "models.b.temperature",
+        "models.gone.pinned",
+    }  # fmt: skip
+    # `b` keeps by its own setting what it had by that for all.
+    assert changes.reload == {"a": ("dtype", "threads"), "c": ("dtype",)}
+    assert "models.a.threads" in config.compare(old, new, ["b"]).applied  # from its next load
+    assert changes.restart == ("server.port",)
+    # What is shown as in force is in force.
+    assert (changes.config.server.port, changes.config.server.max_choices) == (1, 6)
+    assert changes.config.models.settings("a").alias == ("x",)
+    same = config.compare(old, old, ["a"])
+    assert not (same.applied or same.reload or same.restart)
+
+
+def test_settings_are_read_again_as_they_were_read() -> None:
+    old = load("[models]\nttl = 1", {"PENSTOCK_SERVER_PORT": "7"}, {"models.threads": 2})
+    Path("given.toml").write_text("[models]\nttl = 9\n[server]\nport = 1", "utf-8")
+    new = old.read_again()
+    assert (new.models.ttl, new.models.threads, new.server.port) == (9, 2, 7)
+    Path("given.toml").write_text("[models", "utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        new.read_again()
+
+
+def test_the_page_on_models_has_every_key() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    told: dict[str, str] = {}
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("| `") and line.count(" | ") == 3:
+            keys, *_, holds = line.strip("| ").split(" | ")
+            told |= {key.strip("` "): holds.strip() for key in keys.split(",")}
+    words = {Holds.NOW: "at once", Holds.RELOAD: "after a reload"}
+    assert told == {key: words[knob.holds] for key, knob in knobs(ModelSettings).items()}

@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
     )
 
-    _add_client(_command(commands, "ps", "models:ps", "show the models that a server has loaded"))
+    _add_residents(commands)
 
     plan = _command(commands, "plan", "plan:plan", "show what fits of a model: bytes, context")
     _add_client(plan)
@@ -83,6 +83,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--memory", metavar="LIMIT", help="as of `serve`")
     return parser
+
+
+def _add_residents(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "show the models that a server has loaded"
+    _add_client(_command(commands, "ps", "residents:ps", about))
+    load = _command(commands, "load", "residents:load", "have a model loaded, and wait until it is")
+    unload = _command(commands, "unload", "residents:unload", "take a model out of memory")
+    pin = _command(commands, "pin", "residents:pin", "keep a model in memory until a restart")
+    for command in (load, unload, pin):
+        _add_client(command)
+        command.add_argument("model", metavar="NAME", help="which model; an alias will do")
+    unload.add_argument(
+        "--now", action="store_true", help="cut running answers off instead of waiting for them"
+    )
+    pin.add_argument("--off", action="store_true", help="no longer keep it")
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,6 +5,7 @@ Each raises ValueError with half a sentence that says what would have been right
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,7 @@ def parse_integer(low: int, high: int | None = None) -> Parser:
             raise ValueError("a whole number is expected") from None
         if number < low or (high is not None and number > high):
             raise ValueError(
-                f"it must be at least {low}" + (f" and at most {high}" if high else "")
+                f"it must be at least {low}" + (f" and at most {high}" if high is not None else "")
             )
         return number
 
@@ -88,6 +89,31 @@ def parse_seconds(value: object) -> float:
     if not 0 <= number < float("inf"):
         raise ValueError("a number of seconds is not negative and not infinite")
     return number
+
+
+_DURATIONS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from a number or a text such as `90s`, `30m`, `2h`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value))
+    unit = _DURATIONS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise ValueError("a time is seconds, or a number with a unit such as 90s, 30m or 2h")
+    return float(match[1]) * unit
+
+
+def parse_number(low: float, high: float) -> Parser:
+    def parse(value: object) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            raise ValueError("a number is expected") from None
+        if not low <= number <= high:
+            raise ValueError(f"it must be at least {low} and at most {high}")
+        return number
+
+    return parse
 
 
 def parse_boolean(value: object) -> bool:
@@ -107,6 +133,25 @@ def parse_texts(value: object) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         return tuple(value)
     raise ValueError("a list of texts is expected")
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    names = parse_texts(value)
+    if not all(name.strip() for name in names):
+        raise ValueError("a name is not empty")
+    return tuple(dict.fromkeys(names))
+
+
+def parse_table(value: object) -> dict[str, Any]:
+    """A TOML table, or the text of a JSON object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict):
+        raise ValueError("a table is expected, or the text of a JSON object")
+    return value
 
 
 def parse_path(value: object) -> Path:

@@ -364,7 +364,7 @@ def _too_large(
         f"The model {need.name!r} does not fit into {domain}: it needs {_mib(least)} ({parts}{kv}) "
         f"and the limit of {_mib(state.limit_bytes)} leaves "
         f"{_mib(max(state.limit_bytes - floor, 0))} beside the server and pinned models. Raise "
-        f"{knob}, or lower step_tokens or step_sequences of the model.",
+        f"{knob}, or lower step_tokens, step_sequences or the least KV of the model.",
         numbers={
             "reason": "memory",
             "domain": domain,

@@ -36,17 +36,19 @@ from penstock.server.api import (
     ollama,
     openapi,
     plan,
+    residents,
     responses,
 )
 from penstock.server.api.errors import error_headers, style_of
 from penstock.server.api.exchange import ClientGone, Exchange
+from penstock.server.reconfigure import LOOPBACK_NAMES, is_loopback
 
 if TYPE_CHECKING:
     import asyncio
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock.config import ServerSettings
+    from penstock.config import Config
     from penstock.server.api.services import Services
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,6 @@ access_log = logging.getLogger("penstock.access")
 Endpoint = Callable[[Exchange, "Services"], Awaitable[None]]
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _OPEN_ROUTES = frozenset({"/health"})
 
 _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
@@ -64,7 +65,11 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/openapi.json", openapi.openapi),
-    ("GET", "/admin/api/models", admin.resident_models),
+    ("GET", "/admin/api/models", residents.resident_models),
+    ("POST", "/admin/api/models/{id:path}/load", residents.load),
+    ("POST", "/admin/api/models/{id:path}/unload", residents.unload),
+    ("POST", "/admin/api/models/{id:path}/pin", residents.pin),
+    ("POST", "/admin/api/reload", admin.reread_settings),
     ("GET", "/admin/api/memory", admin.memory),
     ("POST", "/admin/api/memory/reset", admin.reset_memory),
     ("GET", "/admin/api/requests", admin.waiting_requests),
@@ -90,11 +95,6 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
 ]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return host in _LOOPBACK_NAMES or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
-
-
 def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
     """The application; answers still running end when `closing` is set."""
     app: ASGIApp = App(services, closing)
@@ -113,10 +113,10 @@ class App:
     """Takes an HTTP exchange to its endpoint, and out again with a log line."""
 
     def __init__(self, services: Services, closing: asyncio.Event) -> None:
-        settings = services.config.server
         self._services = services
         self._closing = closing
-        self._door = _Door(settings, share_kv=services.config.cache.share)
+        self._config = services.config
+        self._door = _Door(self._config)
         self._routes = [
             (Route(path, _unused, methods=[method]), endpoint)
             for method, path, endpoint in _ENDPOINTS
@@ -127,15 +127,18 @@ class App:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
             return
+        if self._config is not self._services.config:  # read again since
+            self._config = self._services.config
+            self._door = _Door(self._config)
         exchange = Exchange(
             dict(scope),
             receive,
             send,
             _request_id(scope),
             self._services.requests.share(),
-            self._services.config.server.max_body,
+            self._config.server.max_body,
             self._closing,
-            self._services.config.server.slow_client_s,
+            self._config.server.slow_client_s,
             style=style_of(scope["path"]),
         )
         exchange.record["route"] = "unknown"
@@ -209,12 +212,13 @@ class _Door:
     (DNS rebinding) or as a form. Where no key stands in the way, the Host and Origin headers must.
     """
 
-    def __init__(self, settings: ServerSettings, *, share_kv: bool) -> None:
+    def __init__(self, config: Config) -> None:
+        settings = config.server
         self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
-        self._share_kv = share_kv
+        self._share_kv = config.cache.share
         self._guard_names = is_loopback(settings.host) and not settings.api_keys
         further = (name.lower() for name in settings.hosts)
-        self._names = {*_LOOPBACK_NAMES, settings.host, *further}
+        self._names = {*LOOPBACK_NAMES, settings.host, *further}
         self._origins = set(settings.cors_origins)
 
     def check_host(self, exchange: Exchange) -> None:

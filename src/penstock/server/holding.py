@@ -6,8 +6,10 @@ more. Knows the worker's client and the books, not why memory moves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.config import RELOAD_KEYS
 from penstock.errors import ModelTooLarge
 from penstock.memory.admission import ModelRoom
 from penstock.memory.ledger import OutOfBudget, Purpose
@@ -17,6 +19,7 @@ from penstock.wire import Grant, Shed
 if TYPE_CHECKING:
     import asyncio
 
+    from penstock.config import ModelSettings
     from penstock.memory.ledger import Ledger, Needs, Reservation
     from penstock.server.client import ModelClient
     from penstock.server.plans import ModelPlan
@@ -33,6 +36,7 @@ class Holding:
         self.plan = plan
         self.domain = plan.domain
         self.need = plan.load_need()
+        self.kv_least_bytes = plan.kv_least_bytes  # what it keeps, whatever others need
         self._ledger = ledger
         self._booking = booking
         self._kv_key = (self.domain, Purpose.KV)
@@ -81,7 +85,7 @@ class Holding:
             fixed[self.domain, Purpose.STEP] = self._step_bytes = ready.step_bytes
         held = sum(size for (domain, _), size in fixed.items() if domain == self.domain)
         room = self._ledger.free(self.domain) + self._booking.total(self.domain) - held
-        least = min(self.need.kv_least_bytes, ready.kv_bytes)
+        least = min(self.kv_least_bytes, ready.kv_bytes)
         if room < least:
             raise ModelTooLarge(
                 f"The model {self.plan.card.name!r} holds {held} bytes of {self.domain} beside its "
@@ -100,6 +104,12 @@ class Holding:
         self.granted_kv_bytes = kv_bytes
         if kv_bytes < ready.kv_bytes:
             self._order(Grant(kv_bytes, self._step_bytes))
+
+    def adopt(self, settings: ModelSettings) -> None:
+        """These are the model's settings now; what it was loaded by stays as it is."""
+        as_loaded = {key: getattr(self.plan.settings, key) for key in RELOAD_KEYS}
+        self.plan = replace(self.plan, settings=replace(settings, **as_loaded))
+        self.need, self.kv_least_bytes = self.plan.load_need(), self.plan.kv_least_bytes
 
     def grow(self, kv_bytes: int) -> None:
         """Book and grant so much KV; `OutOfBudget` if it does not fit."""

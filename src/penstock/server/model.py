@@ -69,6 +69,7 @@ class Model:
     task: asyncio.Task[None] | None = None  # the load or the drain in progress
     leases: int = 0
     waiting: int = 0  # leases that are not given yet
+    hurried: bool = False  # its unload does not wait for the leases to end
     stands_back: bool = False  # gives no new lease: a load waits for what it holds
     cancels: int = 0  # of loads, by the user
     load_cancelled: bool = False  # the one in progress, by anyone
@@ -115,7 +116,7 @@ class Model:
             fixed_bytes=holding.fixed_bytes,
             kv_bytes=holding.kv_bytes,
             kv_used_bytes=min(used, holding.kv_bytes),
-            kv_least_bytes=min(holding.need.kv_least_bytes, holding.kv_bytes),
+            kv_least_bytes=min(holding.kv_least_bytes, holding.kv_bytes),
             idle=self.idle,
             pinned=self.pinned,
             used_at=self.used_at,
@@ -303,6 +304,7 @@ class Model:
             "bytes": self.holding.total_bytes if self.holding else 0,
             "context": None,
             "leases": self.leases,
+            "pinned": self.pinned,
             "idle_s": 0.0 if self.leases else round(now - self.used_at, 1),
         }
         if self.state is State.LOADING and self.worker is None:

@@ -105,18 +105,31 @@ class ModelPlan:
             needs["ram", Purpose.PROCESS] = RAM_PROCESS_BYTES
         return needs
 
+    @property
+    def kv_least_bytes(self) -> int:
+        """KV that it keeps, whatever others need: what serves anyone at all, and what the user
+        wants it to have. A figure for all of its KV leaves no room for another."""
+        least = min(MIN_KV_TOKENS, self.window) * self.kv_bytes_per_token
+        if (own := self._own_kv_bytes()) is not None:
+            return max(own, least)
+        tokens = self.settings.kv_least_tokens
+        wanted = 0 if tokens is None else (tokens + BLOCK_TOKENS) * self.kv_bytes_per_token
+        return max(least, wanted, self.settings.kv_least_bytes or 0)
+
     def load_need(self) -> LoadNeed:
         """What to ask admission for."""
-        window = self.window * self.kv_bytes_per_token
-        least = min(MIN_KV_TOKENS, self.window) * self.kv_bytes_per_token
-        most = MAX_WINDOWS * window
+        window, least = self.window * self.kv_bytes_per_token, self.kv_least_bytes
+        most = max(MAX_WINDOWS * window, least)
         # The user's own figure is neither cut nor exceeded.
-        if (own := self._own_kv_bytes()) is not None:
-            least = window = most = max(own, least)
+        own = self._own_kv_bytes() is not None
+        if own:
+            window = most = least
         # The part of the largest step beyond the smallest comes out of the same grant.
         step = self.step_bytes() - self.step_bytes(SMALLEST_STEP_TOKENS)
+        if not own and (self.settings.kv_least_tokens or self.settings.kv_least_bytes):
+            least += step  # so that the user's minimum is left beside it
         return LoadNeed(
-            self.card.name, self.domain, self.fixed(), least, window + step, most + step
+            self.card.name, self.domain, self.fixed(), least, max(window, least) + step, most + step
         )
 
     def spec(self, kv_bytes: int, largest_bytes: int, storage: Storage) -> LoadSpec:

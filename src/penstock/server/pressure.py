@@ -18,6 +18,7 @@ from penstock.memory.admission import choose_shed, choose_victims, owner_of
 from penstock.memory.gauge import ProcessGauge, read_gpus, read_ram
 from penstock.memory.governor import Act, Governor, Readings
 from penstock.memory.slack import NOISE_BYTES
+from penstock.server.upkeep import Upkeep
 from penstock.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def build_governor(
     """A governor over this server's processes and models."""
     events = residency.events
     watchdog = Watchdog(hang_s, events)
-    watch = _Watch(residency, supervisor, server, requests, reclaim, events, watchdog)
+    upkeep = Upkeep(residency, events)
+    watch = _Watch(residency, supervisor, server, requests, reclaim, events, watchdog, upkeep)
     return Governor(residency.ledger, watch, shed_list(residency), residency.room.held, events)
 
 
@@ -61,6 +63,7 @@ class _Watch:
     reclaim: Callable[[int], None]  # asks models for unused KV in `ram`
     events: Events
     watchdog: Watchdog
+    upkeep: Upkeep
     _noted: dict[str, int] = field(default_factory=dict)  # the drift that was last told, by owner
     _gauges: dict[str, ProcessGauge] = field(default_factory=dict)
 
@@ -133,6 +136,7 @@ class _Watch:
         if unbooked > 0:
             self.reclaim(unbooked)  # KV makes room; the next turn books what was read
         self.watchdog.judge(self.residency.workers())
+        self.upkeep.turn()
         busy = self.busy()
         if not busy:
             trim_heap()

@@ -77,7 +77,7 @@ class Residency:
         self._catalog = catalog
         self._supervisor = supervisor
         self.ledger = ledger
-        self._settings = settings
+        self.settings = settings
         self._storage = storage
         self._models: dict[str, Model] = {}
         self.gpus: Sequence[GpuReading] = ()  # as last read, at a load or at the start
@@ -113,15 +113,32 @@ class Residency:
             model.changed.set()
             self.room.wake()
 
+    async def load(self, name: str) -> None:
+        """Have the model ready. Who gives up waiting ends a load that nobody else waits for."""
+        try:
+            async with self.lease(name):
+                pass
+        except asyncio.CancelledError:
+            model = self._models.get(name)
+            if model is not None and model.state is State.LOADING and not model.waiting:
+                await self.unload(name)
+            raise
+
     async def unload(
-        self, name: str, grace_s: float = STOP_GRACE_S, *, reason: str = "asked"
+        self,
+        name: str,
+        grace_s: float = STOP_GRACE_S,
+        *,
+        reason: str = "asked",
+        now: bool = False,
     ) -> bool:
-        """Let the running requests finish, then end the worker; a load is cancelled, and who waits
-        for it is told so. False if there was neither."""
+        """Let the running requests finish, unless it must be `now`, then end the worker; a load is
+        cancelled, and who waits for it is told so. False if there was neither."""
         model = self._models.get(name)
         if model is None or model.state not in (State.LOADING, State.READY, State.DRAINING):
             return False
         if model.state is State.READY:
+            model.hurried = False
             model.enter(State.DRAINING)
             self._begin(model, self._drain(model, grace_s, reason))
         assert model.task is not None
@@ -129,8 +146,29 @@ class Residency:
         if model.state is State.LOADING:
             model.cancels += 1
             model.cancel_load()
+        if now:
+            model.hurried = True
+            model.changed.set()
         await asyncio.wait([task])
         return True
+
+    async def pin(self, name: str, *, pinned: bool) -> None:
+        """Keep a model, or no longer; until the server ends or the settings say otherwise."""
+        (await self._find(name)).pinned = pinned
+        self.room.wake()
+
+    def reconfigure(self, settings: ModelsSettings) -> None:
+        """These hold from now on; a model that must be loaded anew for them is `upkeep`'s."""
+        before, self.settings = self.settings, settings
+        for model in self._models.values():
+            own = settings.settings(model.name)
+            if own.pinned != before.settings(model.name).pinned:
+                model.pinned = own.pinned
+            if model.holding is not None:
+                model.holding.adopt(own)
+            if model.state is State.FAILED and own != before.settings(model.name):
+                model.forgive()
+        self.room.wake()
 
     def snapshot(self) -> list[dict[str, object]]:
         """One row per model that is or was wanted, for `penstock ps` and the dashboard."""
@@ -189,7 +227,7 @@ class Residency:
         if (model := self._models.get(name)) is not None:
             return model
         card = await asyncio.to_thread(self._catalog.find, name)
-        model = Model(card.name, self._settings.settings(card.name).pinned, self.events)
+        model = Model(card.name, self.settings.settings(card.name).pinned, self.events)
         model.unload_idle = lambda: self._unload_idle(model)
         return self._models.setdefault(card.name, model)
 
@@ -292,7 +330,7 @@ class Residency:
         return worker
 
     def _plan(self, card: Card, gpus: Sequence[GpuReading]) -> ModelPlan:
-        settings = self._settings.settings(card.name)
+        settings = self.settings.settings(card.name)
         device = resolve_device(settings.device, gpus)
         limit_bytes = self.ledger.snapshot()[domain_of(device)].limit_bytes
         return plan_for(card, settings, device, limit_bytes)
@@ -307,7 +345,7 @@ class Residency:
     async def _drain(self, model: Model, grace_s: float, reason: str) -> None:
         worker, begun = model.worker, time.monotonic()
         assert worker is not None
-        while model.leases and model.worker is worker:
+        while model.leases and not model.hurried and model.worker is worker:
             await model.wait()
         if model.worker is not worker:
             return  # it died before
@@ -316,7 +354,7 @@ class Residency:
         if model.holding is not None:
             size = model.holding.total_bytes
             model.holding.settle()
-        await worker.stop(grace_s)
+        await worker.stop(0.0 if model.hurried else grace_s)
         self.events.add(
             "unload",
             model=model.name,

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,18 +24,20 @@ from penstock.memory.limits import SERVER_BYTES
 from penstock.memory.requests import RequestPool, floor_bytes
 from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services, Texts
-from penstock.server.app import build_app, is_loopback
+from penstock.server.app import build_app
 from penstock.server.metrics import Metrics
 from penstock.server.plans import Storage
 from penstock.server.pressure import build_governor
+from penstock.server.reconfigure import check_exposure, check_names, reread
 from penstock.server.residency import Residency
 from penstock.server.response_store import ResponseStore
+from penstock.server.signals import take_signals
 from penstock.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.config import Config, ServerSettings
+    from penstock.config import Config
     from penstock.memory.gauge import GpuReading
     from penstock.memory.ledger import Ledger
     from penstock.server.queue import Lane
@@ -62,14 +63,16 @@ class Started:
     guard: str  # the numbers of the memory guard, in one line
     # Stops the server, on its event loop; a second call does not wait for running answers.
     stop: Callable[[], None]
+    # Has the settings read again, on its event loop; what comes of it is an event.
+    reread: Callable[[], None]
 
 
 def run(config: Config, announce: Callable[[Started], None]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for running answers."""
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running answers. SIGHUP has the
+    settings read again."""
 
     def started(server: Started) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        take_signals(server.stop, server.reread)
         announce(server)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -87,14 +90,17 @@ async def serve(
     ledger = open_books(config.memory, ram, gpus)
     device = resolve_device(config.models.device, gpus)
     models = await asyncio.to_thread(catalog.scan)
-    if config.models.default is not None:
-        await asyncio.to_thread(catalog.find, config.models.default)
+    default = config.models.default
+    if default is not None:
+        default = config.models.canonical(default)
+        await asyncio.to_thread(catalog.find, default)
+    check_names(config.models, models)
     with _listen(config.server.host, config.server.port) as sock:
         services = build_services(config, catalog, supervisor, ledger, gpus)
         residency = services.residency
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
-        load = asyncio.ensure_future(_load_default(residency, config.models.default))
+        load = asyncio.ensure_future(_load_default(residency, default))
         watch = asyncio.ensure_future(services.governor.run())
         try:
             supervisor.warm()
@@ -103,7 +109,8 @@ async def serve(
             limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
             guard = guard_sentence(guard_numbers(config, ram, gpus))
             log.info("%s", guard)
-            announce(Started(_url(sock), tuple(models), limits, device, guard, stop))
+            again = _rereader(services)
+            announce(Started(_url(sock), tuple(models), limits, device, guard, stop, again))
             await server.serve(sockets=[sock])
         finally:
             load.cancel()
@@ -193,16 +200,6 @@ async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:
         log.error("some workers did not end within %g s", _END_S)
 
 
-def check_exposure(settings: ServerSettings) -> None:
-    """Refuse to serve other machines without a key, unless that is wanted."""
-    if settings.api_keys or settings.no_auth or is_loopback(settings.host):
-        return
-    raise ConfigError(
-        f"The address {settings.host} can be reached from other machines, and there is no API "
-        "key. Give one with --api-key KEY, or say --no-auth if anyone may use this server."
-    )
-
-
 class _Server(uvicorn.Server):
     """uvicorn, without its own handling of signals: it would raise them again at the end."""
 
@@ -224,6 +221,24 @@ def _stopper(server: uvicorn.Server, closing: asyncio.Event, grace_s: float) -> 
         asyncio.get_running_loop().call_later(grace_s, closing.set)
 
     return stop
+
+
+def _rereader(services: Services) -> Callable[[], None]:
+    """Has the settings read again; nobody waits for what comes of it, so it is logged."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def read() -> None:
+        try:
+            await reread(services)
+        except PenstockError as error:
+            log.error("the settings are as before: %s", error.message)
+
+    def start() -> None:
+        task = asyncio.get_running_loop().create_task(read())
+        tasks.add(task)  # the loop itself keeps tasks only weakly
+        task.add_done_callback(tasks.discard)
+
+    return start
 
 
 def _uvicorn_config(services: Services, closing: asyncio.Event) -> uvicorn.Config:

@@ -117,11 +117,10 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         routes=_routing_matters(model),
         fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
     )
-    progress("profile", 0, 1)
+    progress("profile", 0, 0)
     begun = time.perf_counter()
     measured = profile(bench)
     log.info("the profile took %.1f s", time.perf_counter() - begun)
-    progress("profile", 1, 1)
     kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
     in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
     committed = arena.committed_bytes if in_ram else 0

@@ -23,7 +23,7 @@ NEEDS = {
 
 def holding(ledger: Ledger, copied: int, committed: int) -> Holding:
     need = LoadNeed("m", "ram", {}, MIB, MIB, LIMIT)
-    plan = SimpleNamespace(domain="ram", load_need=lambda: need)
+    plan = SimpleNamespace(domain="ram", load_need=lambda: need, kv_least_bytes=MIB)
     made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", NEEDS))
     made._client = cast(
         "Any",
@@ -76,7 +76,7 @@ def test_where_the_books_are_full_kv_is_asked_for_first() -> None:
 def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
     ledger = Ledger({"gpu:0": LIMIT, "ram": LIMIT})
     need = LoadNeed("m", "gpu:0", {}, MIB, MIB, LIMIT)
-    plan = SimpleNamespace(domain="gpu:0", load_need=lambda: need)
+    plan = SimpleNamespace(domain="gpu:0", load_need=lambda: need, kv_least_bytes=MIB)
     needs = {("gpu:0", purpose): size for (_, purpose), size in NEEDS.items()}
     needs["gpu:0", Purpose.KV] = 650 * MIB  # all of it
     made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", needs))

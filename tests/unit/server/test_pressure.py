@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.memory.baseline import Baseline
 from penstock.memory.events import Events
@@ -14,7 +14,11 @@ from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.memory.slack import NOISE_BYTES
 from penstock.server.pressure import _Watch
+from penstock.server.upkeep import Upkeep
 from penstock.server.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MIB = 1 << 20
 
@@ -25,6 +29,25 @@ def readings(server: int, template: int) -> Readings:
 
     ram = RamReading(1 << 40, 1 << 39, None, None)
     return Readings(ram, (), {"server": process(server), "template": process(template)})
+
+
+def watching(
+    residency: Any,
+    server: Baseline,
+    pool: RequestPool,
+    reclaim: Callable[[int], None],
+    events: Events,
+) -> _Watch:
+    return _Watch(
+        residency,
+        cast("Any", None),
+        server,
+        pool,
+        reclaim,
+        events,
+        Watchdog(60, events),
+        Upkeep(residency, events),
+    )
 
 
 def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
@@ -42,15 +65,7 @@ def test_a_server_that_grew_takes_from_kv_and_says_so_once() -> None:
             workers=dict,
             room=SimpleNamespace(spread=lambda busy: None),
         )
-        watch = _Watch(
-            cast("Any", residency),
-            cast("Any", None),
-            server,
-            pool,
-            asked.append,
-            events,
-            Watchdog(60, events),
-        )
+        watch = watching(residency, server, pool, asked.append, events)
 
         grown = {"server": 140 * MIB, "template": 200 * MIB}
         watch.reconcile(readings(**grown))
@@ -81,15 +96,7 @@ def test_what_requests_hold_is_not_booked_twice() -> None:
             workers=dict,
             room=SimpleNamespace(spread=lambda busy: None),
         )
-        watch = _Watch(
-            cast("Any", residency),
-            cast("Any", None),
-            server,
-            pool,
-            lambda _: None,
-            Events(),
-            Watchdog(60, Events()),
-        )
+        watch = watching(residency, server, pool, lambda _: None, Events())
         with pool.share() as share:
             await share.grow(80 * MIB)
             watch.reconcile(readings(server=180 * MIB, template=1))

@@ -283,7 +283,9 @@ class World(RuleBasedStateMachine):
     def room_is_free(self) -> None:
         self.loop.call_soon(self.residency.room.wake)
 
-    async def unload_is_right(self, name: str, *args: Any, reason: str = "asked") -> bool:
+    async def unload_is_right(
+        self, name: str, *args: Any, reason: str = "asked", **more: Any
+    ) -> bool:
         if reason == "room":
             model = self.residency._models[name]
             if model.pinned:
@@ -292,7 +294,7 @@ class World(RuleBasedStateMachine):
                 self.wrongs.append("a leased model was unloaded to make room")
             if model.waiting and not model.stands_back:
                 self.wrongs.append("a model was unloaded before those who waited had it")
-        return await self.real_unload(name, *args, reason=reason)
+        return await self.real_unload(name, *args, reason=reason, **more)
 
     def run(self, seconds: float = 0.0) -> None:
         self.loop.advance(seconds)

@@ -1,4 +1,4 @@
-"""What operators ask: is it alive, can it take a request, what is loaded, what are the figures."""
+"""What operators ask: is it alive, can it take a request, what are the figures and settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from penstock import __version__
 from penstock.errors import Overloaded, WorkerLost
 from penstock.memory.governor import memory_rows
 from penstock.server.metrics import MEDIA_TYPE
+from penstock.server.reconfigure import reread
 
 if TYPE_CHECKING:
     from penstock.server.api.exchange import Exchange
@@ -44,10 +45,13 @@ async def health(exchange: Exchange, services: Services) -> None:
 
 
 async def ready(exchange: Exchange, services: Services) -> None:
-    """Every resident model runs a real step now; so must the default one be loaded."""
+    """Every resident model runs a real step now, and the default one is not on its way. If that was
+    unloaded, the next request loads it, which is no reason to send none."""
     rows = {str(row["name"]): row for row in services.residency.snapshot()}
-    default = services.config.models.default
-    if default is not None and (row := rows.get(default)) is not None and row["state"] != "ready":
+    models = services.config.models
+    default = None if models.default is None else models.canonical(models.default)
+    row = None if default is None else rows.get(default)
+    if row is not None and row["state"] in ("loading", "failed"):
         raise Overloaded(f"The model {default!r} is {row['state']}.", retry_after_s=5)
     clients = services.residency.ready_clients()
     answers = await asyncio.gather(*(_probe(client) for client in clients.values()))
@@ -69,11 +73,6 @@ async def _probe(client: ModelClient) -> bool:
 async def metrics(exchange: Exchange, services: Services) -> None:
     """Prometheus' text."""
     await exchange.send_bytes(services.metrics.render(), MEDIA_TYPE)
-
-
-async def resident_models(exchange: Exchange, services: Services) -> None:
-    """What `penstock ps` shows."""
-    await exchange.send_json(services.residency.snapshot())
 
 
 async def memory(exchange: Exchange, services: Services) -> None:
@@ -98,6 +97,14 @@ async def reset_memory(exchange: Exchange, services: Services) -> None:
             model.holding.forget_surprises()
     services.governor.events.add("slack reset")
     await exchange.send_json({"status": "ok"})
+
+
+async def reread_settings(exchange: Exchange, services: Services) -> None:
+    """Read `penstock.toml` again; says what of it holds now, and what does not yet."""
+    changes = await reread(services)
+    await exchange.send_json(
+        {"applied": changes.applied, "reload": changes.reload, "restart": changes.restart}
+    )
 
 
 async def events(exchange: Exchange, services: Services) -> None:

@@ -102,10 +102,11 @@ async def prepare(exchange: Exchange, fields: CompletionFields, services: Servic
     """Everything up to the token ids; refuses what needs no loaded model to be refused."""
     max_choices = services.config.server.max_choices
     fields.check()
-    max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    fields.check_min_tokens(max_tokens)
     prompts = await asyncio.to_thread(fields.prompts, max_choices)
     card = await services.generator(fields.model)
+    fields = fields.completed(services.settings(card))
+    max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    fields.check_min_tokens(max_tokens)
     text = await services.text(card)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, fields.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)

@@ -19,6 +19,8 @@ from penstock.server.api.limits import check_nesting
 from penstock.text.manner import Thinking, ToolUse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.catalog import Card
     from penstock.server.api.exchange import Exchange
     from penstock.server.api.services import Services, Text
@@ -45,7 +47,6 @@ class Conversation:
 async def prepare(exchange: Exchange, asked: Conversation, services: Services) -> Job:
     """Everything up to the token ids; refuses what needs no loaded model to be refused."""
     asked.fields.check()
-    asked.fields.check_min_tokens(asked.max_tokens)
     if not asked.messages:
         raise BadRequest(
             f"`{asked.prompt_field}` is empty; there must be at least one message.",
@@ -53,10 +54,15 @@ async def prepare(exchange: Exchange, asked: Conversation, services: Services) -
         )
     check_nesting(asked.template_arguments, "chat_template_kwargs")
     card = await services.generator(asked.fields.model)
+    settings = services.settings(card)
+    fields = asked.fields.completed(settings)
+    max_tokens = settings.max_tokens if asked.max_tokens is None else asked.max_tokens
+    fields.check_min_tokens(max_tokens)
     text = await services.text(card)
-    sampling = asked.fields.sampling(card.sampling_defaults, card.vocab_size, asked.logprobs)
-    stop_token_ids = asked.fields.stop_tokens(card.eos_token_ids, card.vocab_size)
-    prompt_text, form = await asyncio.to_thread(_render, card, text, asked)
+    sampling = fields.sampling(card.sampling_defaults, card.vocab_size, asked.logprobs)
+    stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
+    told = settings.template_arguments
+    prompt_text, form = await asyncio.to_thread(_render, card, text, asked, told)
     # The template has written the special tokens already.
     door = FrontDoor(services, card, exchange.share, asked.prompt_field)
     prompt = await door.encode(text.tokenizer, prompt_text, add_special_tokens=False)
@@ -68,17 +74,20 @@ async def prepare(exchange: Exchange, asked: Conversation, services: Services) -
         card=card,
         tokenizer=text.tokenizer,
         prompts=[prompt],
-        fields=asked.fields,
+        fields=fields,
         prompt_field=asked.prompt_field,
-        max_tokens=asked.max_tokens,
+        max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         form=form,
     )
 
 
-def _render(card: Card, text: Text, asked: Conversation) -> tuple[str, AnswerForm]:
-    """The prompt and the form of the answer; blocking."""
+def _render(
+    card: Card, text: Text, asked: Conversation, told: Mapping[str, Any]
+) -> tuple[str, AnswerForm]:
+    """The prompt and the form of the answer; blocking. `told` is what the template is told, unless
+    the client says otherwise."""
     if text.template is None or text.manner is None:
         raise BadRequest(
             f"The model {card.name!r} has no chat template; use /v1/completions.", param="model"
@@ -90,7 +99,7 @@ def _render(card: Card, text: Text, asked: Conversation) -> tuple[str, AnswerFor
         add_generation_prompt=asked.add_generation_prompt and not asked.continues,
         continue_final_message=asked.continues,
         tools=manner.shown_tools(asked.tools),
-        arguments={**manner.arguments(asked.thinking), **asked.template_arguments},
+        arguments={**told, **manner.arguments(asked.thinking), **asked.template_arguments},
     )
     plan = manner.answer(prompt, asked.tools, asked.format, asked.thinking)
     if plan.grammar is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from penstock.server.api.formats import ResponseFormat, StructuredOutputs, only_
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.config import ModelSettings
     from penstock.text.grammar import Format
 
 MAX_N = 128
@@ -27,6 +28,18 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096
 _INT64 = 2**63 - 1
 _SEED_MASK = _INT64
+# What the settings of a model may say for requests that do not.
+_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "priority",
+)
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -75,6 +88,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise BadRequest("`stream_options` needs `stream` to be true.", param="stream_options")
         self.stops()
+
+    def completed(self, settings: ModelSettings) -> Self:
+        """The same, with the user's settings for the model where the client is silent."""
+        said = {name: getattr(settings, name) for name in _SETTINGS if getattr(self, name) is None}
+        return msgspec.structs.replace(self, **said)
 
     def format(self) -> Format | None:
         """The form that the answer must have, if one was asked for."""

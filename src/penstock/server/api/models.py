@@ -12,26 +12,33 @@ if TYPE_CHECKING:
 
 
 async def list_models(exchange: Exchange, services: Services) -> None:
-    """All models on disk."""
+    """All models on disk, each under every name it has."""
     cards = await asyncio.to_thread(services.catalog.scan)
-    content = {"object": "list", "data": [_model(card, services) for card in cards.values()]}
-    await exchange.send_json(content)
+    models = [
+        _model(card, services, name)
+        for card in services.reachable(cards)
+        for name in (card.name, *services.settings(card).alias)
+    ]
+    await exchange.send_json({"object": "list", "data": models})
 
 
 async def show_model(exchange: Exchange, services: Services) -> None:
     """One of them."""
-    card = await services.find(exchange.path_params["id"])
-    await exchange.send_json(_model(card, services))
+    name = exchange.path_params["id"]
+    await exchange.send_json(_model(await services.find(name), services, name))
 
 
-def _model(card: Card, services: Services) -> dict[str, object]:
-    limit = services.config.models.settings(card.name).max_context
+def _model(card: Card, services: Services, name: str) -> dict[str, object]:
+    settings = services.settings(card)
+    limit = settings.max_context
     try:
         created = int(card.path.stat().st_mtime)
     except OSError:  # removed since the scan
         created = 0
     return {
-        "id": card.name,
+        "id": name,
+        "root": card.name,  # the model's own name, where the id is an alias
+        "aliases": settings.alias,
         "object": "model",
         "created": created,
         "owned_by": "penstock",

@@ -205,7 +205,12 @@ async def _answer(
 async def tags(exchange: Exchange, services: Services) -> None:
     """The models that generate."""
     cards = await asyncio.to_thread(services.catalog.scan)
-    models = [_model(card) for card in cards.values() if card.kind == "generate"]
+    models = [
+        _model(card, name)
+        for card in services.reachable(cards)
+        if card.kind == "generate"
+        for name in (card.name, *services.settings(card).alias)
+    ]
     await exchange.send_json({"models": models})
 
 
@@ -248,10 +253,10 @@ async def version(exchange: Exchange, services: Services) -> None:
     await exchange.send_json({"version": __version__})
 
 
-def _model(card: Card) -> dict[str, object]:
+def _model(card: Card, name: str) -> dict[str, object]:
     return {
-        "name": card.name,
-        "model": card.name,
+        "name": name,
+        "model": name,
         "modified_at": _modified(card),
         "size": card.weight_bytes,
         "digest": "",

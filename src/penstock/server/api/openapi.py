@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import __version__
-from penstock.server.api import chat, completions, ollama
+from penstock.server.api import chat, completions, ollama, residents
 from penstock.server.api.anthropic_fields import CountFields, MessagesFields
 from penstock.server.api.responses_fields import ResponseFields
 
@@ -34,6 +34,7 @@ class _Operation:
     answer: dict[str, Any]
     body: type | None = None
     stream: str | None = None  # the media type of a streamed answer
+    needs_body: bool = True
 
 
 def _object(**fields: Any) -> dict[str, Any]:
@@ -48,6 +49,7 @@ _CHOICES = _object(id=_TEXT, object=_TEXT, created=_NUMBER, model=_TEXT, choices
 _RESPONSE = _object(id=_TEXT, object=_TEXT, created_at=_NUMBER, status=_TEXT, output=_LIST)
 _MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, content=_LIST, usage=_ANY_OBJECT)
 _OLLAMA = _object(model=_TEXT, created_at=_TEXT, done=_FLAG)
+_RESIDENT = _object(name=_TEXT, state=_TEXT, bytes=_NUMBER, pinned=_FLAG, leases=_NUMBER)
 _MODEL = _object(id=_TEXT, object=_TEXT, created=_NUMBER, owned_by=_TEXT, max_model_len=_NUMBER)
 
 _OPERATIONS = (
@@ -81,6 +83,16 @@ _OPERATIONS = (
                _object(details=_ANY_OBJECT, model_info=_ANY_OBJECT, capabilities=_LIST),
                ollama.ShowFields),
     _Operation("get", "/api/version", "Which server this is (Ollama)", _object(version=_TEXT)),
+    _Operation("get", "/admin/api/models", "The models in memory, and those on their way",
+               {"type": "array", "items": _RESIDENT}),
+    _Operation("post", "/admin/api/models/{id}/load", "Have a model ready; streamed, as it goes",
+               _RESIDENT, residents.LoadFields, _STREAM, needs_body=False),
+    _Operation("post", "/admin/api/models/{id}/unload", "End a model's process",
+               _object(name=_TEXT, unloaded=_FLAG), residents.UnloadFields, needs_body=False),
+    _Operation("post", "/admin/api/models/{id}/pin", "Keep a model, or no longer",
+               _object(name=_TEXT, pinned=_FLAG), residents.PinFields, needs_body=False),
+    _Operation("post", "/admin/api/reload", "Read the settings again",
+               _object(applied=_LIST, reload=_ANY_OBJECT, restart=_LIST)),
     _Operation("get", "/health", "Whether the server is alive", _object(status=_TEXT)),
 )  # fmt: skip
 
@@ -155,7 +167,10 @@ def _operation(operation: _Operation) -> dict[str, Any]:
         ]
     if operation.body is not None:
         schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
-        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+        described["requestBody"] = {
+            "required": operation.needs_body,
+            "content": {_JSON: {"schema": schema}},
+        }
     return described
 
 

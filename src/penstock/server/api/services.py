@@ -14,8 +14,10 @@ from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.catalog import Card, Catalog
-    from penstock.config import Config
+    from penstock.config import Config, ModelSettings
     from penstock.memory.baseline import Baseline
     from penstock.memory.governor import Governor
     from penstock.memory.ledger import Ledger
@@ -83,7 +85,8 @@ def _read(card: Card, dialect: str | None) -> Text:
 
 @dataclass(slots=True)
 class Services:
-    """All that an endpoint may use; made once, at start."""
+    """All that an endpoint may use; made once, at start. `config` is replaced when it is read
+    again."""
 
     config: Config
     catalog: Catalog
@@ -95,6 +98,7 @@ class Services:
     responses: Responses
     texts: Texts
     lanes: dict[str, Lane] = field(default_factory=dict)  # by model
+    rereading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while settings are read
     _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
@@ -114,7 +118,9 @@ class Services:
         return card
 
     async def find(self, name: str) -> Card:
-        """The card of a model. Looking reads files, so it is done in a thread and kept a while."""
+        """The card of the model that has this name or alias; every name that a client sends comes
+        through here. Looking reads files, so it is done in a thread and kept a while."""
+        name = self.config.models.canonical(name)
         now = time.monotonic()
         found_at, card = self._found.get(name, (0.0, None))
         if card is not None and now - found_at < _CARD_S:
@@ -127,9 +133,18 @@ class Services:
         self._found[name] = (now, card)
         return card
 
+    def reachable(self, cards: Mapping[str, Card]) -> list[Card]:
+        """Those of the models on disk whose name is no alias of another."""
+        hidden = self.config.models.hidden(cards)
+        return [card for name, card in cards.items() if name not in hidden]
+
+    def settings(self, card: Card) -> ModelSettings:
+        """The user's settings for a model, as they are now."""
+        return self.config.models.settings(card.name)
+
     async def text(self, card: Card) -> Text:
         """Its tokenizer and template, and how it converses as the settings have it."""
-        dialect = self.config.models.settings(card.name).tool_dialect
+        dialect = self.settings(card).tool_dialect
         return await self.texts.of(card, None if dialect == "auto" else dialect)
 
     def context_now(self, name: str) -> int | None:
