@@ -245,7 +245,7 @@ class World(RuleBasedStateMachine):
         self.ledger.on_room = self.room_is_free
         self.empty_books = self.ledger.snapshot()["ram"].owners
         self.real_unload = self.residency.unload
-        self.residency.unload = self.unload_is_right  # type: ignore[method-assign,assignment]
+        self.residency.unload = self.unload_is_right  # type: ignore[method-assign]
         for name, hold in first:
             self.serve(name, hold, "ready", False, False)
 
