@@ -235,6 +235,7 @@ class Ready(msgspec.Struct, tag=True):
     # Of a GPU: neither weights, graphs, KV nor steps, as the driver counts; 0: it does not tell.
     device_overhead_bytes: int = 0
     queue_bytes: int = 0  # of `overhead_bytes`: buffers for KV on its way to and from the disk
+    phases: dict[str, float] = {}  # of `load_s`, in the order in which they came
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -189,6 +189,7 @@ class Model:
             model=self.name,
             pid=self.client.ready.pid,
             load_s=round(ready.load_s, 3),
+            phases=ready.phases,
             bytes=self.holding.total_bytes,
             kv_bytes=self.holding.granted_kv_bytes,
             context=room.tokens_in(self.holding.granted_kv_bytes),

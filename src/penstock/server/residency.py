@@ -209,7 +209,15 @@ class Residency:
             model = self.tenants().get(card.name)
             return None if model is None or model.holding is None else model.holding.room()
 
+        begun, before = time.monotonic(), now()
         await self.room.grow(now, card.name, kv_bytes)
+        if before is not None and (after := now()) is not None:
+            was, has = before.kv_now_bytes or 0, after.kv_now_bytes or 0
+            if has > was:
+                took_s = round(time.monotonic() - begun, 4)
+                self.events.add(
+                    "kv grown", model=card.name, kv_bytes=has, was_bytes=was, took_s=took_s
+                )
 
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
         """End every load and every worker now; open requests and waiting leases are told so."""

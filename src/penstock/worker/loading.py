@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
 from penstock.worker.engine.executor import Executor
 from penstock.worker.engine.generate import GenerateEngine
-from penstock.worker.engine.grammar import Grammars
+from penstock.worker.engine.grammar import Vocabulary
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
@@ -45,7 +44,6 @@ from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel
@@ -69,7 +67,7 @@ _LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     """Load the model of `spec`; raises a PenstockError that says what is wrong with it."""
-    started = time.perf_counter()
+    clock = _Phases()
     device = torch.device(spec.device)
     if spec.threads:
         torch.set_num_threads(spec.threads)
@@ -78,11 +76,11 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
     text = config.get_text_config()
-    # A vocabulary is read for a second; weights come in meanwhile, and graphs are captured.
-    helper = ThreadPoolExecutor(1, thread_name_prefix="vocabulary")
-    grammars = helper.submit(Grammars.from_folder, Path(spec.path), text.vocab_size)
-    helper.shutdown(wait=False)
+    vocabulary = Vocabulary(Path(spec.path), text.vocab_size)
+    if device.type != "cpu":
+        vocabulary.read()  # weights come in meanwhile, and graphs are captured
     model = _load_model(spec, config, dtype, device, progress)
+    clock.ended("weights")
     kernels = kernels_for(device, dtype)
     kernels.adopt(model)
     geometry = verify.probe(model, text)
@@ -92,7 +90,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     slots = {layer: slot for slot, layer in enumerate(geometry)}
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
     runner = Runner(model, arena, kernels, _windows(text), slots)
-    executor = _executor(runner, grammars, spec, window)
+    executor = _executor(runner, vocabulary, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
     shelf = _shelf(spec, arena)  # before anything is measured, since it has buffers
@@ -153,22 +151,39 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
     if shelf is not None:
         shelf.start()
-    ready.load_s = time.perf_counter() - started
+    clock.ended("comparison")
+    ready.phases = clock.phases
+    ready.load_s = sum(clock.phases.values())
+    log.info("loaded in %.2f s: %s", ready.load_s, clock.phases)
     return engine
 
 
+class _Phases:
+    """How long each part of a load took."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self.phases: dict[str, float] = {}
+
+    def ended(self, name: str) -> None:
+        """What was done since the last one was this."""
+        now = time.perf_counter()
+        self.phases[name] = round(now - self._since, 3)
+        self._since = now
+
+
 def _executor(
-    runner: Runner, grammars: Future[Grammars | None], spec: LoadSpec, window: int
+    runner: Runner, vocabulary: Vocabulary, spec: LoadSpec, window: int
 ) -> Executor | CudaExecutor:
     """What runs plans on this device; graphs are captured here, before anything is measured."""
     if isinstance(runner.kernels, ReferenceKernels):
-        return Executor(runner, grammars.result())
+        return Executor(runner, vocabulary)
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.cuda_runner import CudaRunner
 
     on_device = CudaRunner(runner, spec.step_sequences, window)
     on_device.capture(spec.step_sequences)
-    return CudaExecutor(on_device, grammars.result())
+    return CudaExecutor(on_device, vocabulary)
 
 
 def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:

@@ -6,7 +6,8 @@
     validate   the arena full, the largest step again, under the cap
 
 A stored profile skips the first three; on a CPU also the fourth, once a load in no more memory has
-passed it: what libraries take for themselves at their first largest step is kept free then.
+passed it: what libraries take for themselves at their first largest step, and what is read later,
+is kept free then.
 What does not fit is made smaller before the model is refused: the step is halved, then the arena
 shrinks. An engine cannot be made without a `Profile`.
 """
@@ -92,6 +93,7 @@ def profile(bench: Bench) -> Profile:
     applies = stored is not None and _applies(bench, stored)
     if stored is not None and applies and (found := _taken_over(bench, stored)) is not None:
         return found
+    bench.executor.complete()
     _warm_up(bench)
     if stored is not None and applies:
         try:

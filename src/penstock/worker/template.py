@@ -1,4 +1,4 @@
-"""What the template process imports before it forks workers: nothing but imports happens here.
+"""What the template process imports before it forks workers: hardly anything else happens here.
 
 No tensor operation, no `torch.cuda` call, no thread: a fork of a process that has done any of
 these hangs or fails on its first use of the device. The list costs about 330 MiB once, shared by
@@ -13,12 +13,15 @@ from importlib.util import find_spec
 
 import torch
 
+from penstock.worker.models.kernels import cpu_layers
+
 MODULES = (
     "safetensors.torch",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "penstock.worker.loop",
     "penstock.worker.loading",
+    "penstock.worker.models.kernels.cpu",
 )
 # An architecture that is not here is imported by the worker that needs it.
 COMMON_ARCHITECTURES = (
@@ -41,6 +44,8 @@ CUDA_MODULES = (
     "penstock.worker.engine.cuda_runner",
 )
 
+# What Numba needs for any kernel is set up by the first, which must have no threads.
+cpu_layers.warm_up()
 for _module in MODULES:
     importlib.import_module(_module)
 for _name in COMMON_ARCHITECTURES:

@@ -36,7 +36,7 @@ from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.limits import MIB
 from penstock.server import model as model_module
 from penstock.server import residency as residency_module
-from penstock.server.client import ModelClient
+from penstock.server.client import Generation, ModelClient
 from penstock.server.model import State
 from penstock.server.plans import Storage
 from penstock.server.residency import Residency
@@ -196,6 +196,7 @@ class Request:
     release: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
     worker: Worker | None = None  # while the lease is held
+    generations: list[Generation] = field(default_factory=list)
 
 
 def pick(things: list[T], which: int) -> T:
@@ -265,8 +266,8 @@ class World(RuleBasedStateMachine):
     def open_requests(self) -> list[Request]:
         return [r for r in self.requests if r.task and not r.task.done()]
 
-    def leased(self) -> list[Worker]:
-        return [r.worker for r in self.requests if r.worker and r.worker.alive]
+    def leased(self) -> list[Request]:
+        return [r for r in self.requests if r.worker and r.worker.alive]
 
     def processes(self) -> list[Worker]:
         return [w for w in self.workers if not w.ended.done()]
@@ -315,6 +316,8 @@ class World(RuleBasedStateMachine):
                     await request.release
                 finally:
                     request.worker = None
+                    for generation in request.generations:
+                        await generation.aclose()  # as whoever has a lease does
 
         request.task = self.begin(use())
         self.requests.append(request)
@@ -377,10 +380,13 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.leased())
     @rule(which=st.integers(0, 30), tokens=st.integers(1, 1500))
     def computes(self, which: int, tokens: int) -> None:
-        worker = pick(self.leased(), which)
+        request = pick(self.leased(), which)
+        worker = request.worker
+        assert worker is not None
         if TOKEN * tokens + sum(worker.busy.values()) <= worker.kv:
             submit = Submit(0, [1] * tokens, 1, Sampling())
             generation = worker.client.generate(submit)
+            request.generations.append(generation)
             worker.step()
             if which % 2:
                 self.begin(generation.aclose())

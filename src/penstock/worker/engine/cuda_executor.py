@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.wire import TokenLogprobs
     from penstock.worker.engine.cuda_runner import CudaRunner
     from penstock.worker.engine.executor import Launched
-    from penstock.worker.engine.grammar import Grammars
+    from penstock.worker.engine.grammar import Vocabulary
     from penstock.worker.scheduling.scheduler import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class CudaExecutor(Constraints):
     """Runs plans on one model."""
 
-    def __init__(self, runner: CudaRunner, grammars: Grammars | None = None) -> None:
-        super().__init__(grammars)
+    def __init__(self, runner: CudaRunner, vocabulary: Vocabulary | None = None) -> None:
+        super().__init__(vocabulary)
         self.model = runner.model
         self.graph_bytes = runner.graph_bytes
         self._runner = runner
@@ -59,7 +59,8 @@ class CudaExecutor(Constraints):
             step.span[0].record()
         rows, step.samplers = sampling_rows(plan)
         sampling = [piece.sequence for piece in step.samplers]
-        pending = None if self._grammars is None else self._grammars.begin(sampling)
+        grammars = self._grammars
+        pending = None if grammars is None else grammars.begin(sampling)
         logits = self._runner.forward(plan, earlier.places if earlier is not None else {})
         step.wants_host = any(wants_host(piece.sequence) for piece in plan.slices)
         if step.wants_host:

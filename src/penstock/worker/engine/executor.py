@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.wire import Submit, TokenLogprobs
-    from penstock.worker.engine.grammar import Grammars
+    from penstock.worker.engine.grammar import Grammars, Vocabulary
     from penstock.worker.engine.runner import Runner
     from penstock.worker.scheduling.scheduler import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
@@ -65,20 +65,37 @@ class Done:
 class Constraints:
     """The grammars that answers are held to, if the model's vocabulary is known."""
 
-    def __init__(self, grammars: Grammars | None) -> None:
-        self._grammars = grammars
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+
+    @property
+    def _grammars(self) -> Grammars | None:
+        return None if self._vocabulary is None else self._vocabulary.known
 
     @property
     def constrains(self) -> bool:
-        """Whether answers can be constrained here."""
+        """Whether answers can be constrained at once."""
         return self._grammars is not None
+
+    def prepare(self) -> None:
+        """Begin to read the vocabulary, for whoever may want it."""
+        if self._vocabulary is not None:
+            self._vocabulary.read()
+
+    def complete(self) -> None:
+        """Have everything in place that a request may ever need."""
+        if self._vocabulary is not None:
+            self._vocabulary.read().result()
 
     def admit(self, request: Submit) -> None:
         """A request will be in plans; what constrains its answer is made ready."""
-        if self._grammars is None:
-            refuse_unconstrained(request)
+        if request.grammar is None and request.thinking is None:
+            return
+        grammars = None if self._vocabulary is None else self._vocabulary.read().result()
+        if grammars is None:
+            refuse_unconstrained()
         else:
-            self._grammars.add(request)
+            grammars.add(request)
 
     def forget(self, request_id: int) -> None:
         """It will be in none any more."""
@@ -89,9 +106,9 @@ class Constraints:
 class Executor(Constraints):
     """Runs plans on one model."""
 
-    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
+    def __init__(self, runner: Runner, vocabulary: Vocabulary | None = None) -> None:
         self._runner = runner
-        super().__init__(grammars)
+        super().__init__(vocabulary)
         self.model = runner.model
         self.graph_bytes = 0
         self._block_tokens = runner.arena.layout.block_tokens
@@ -110,7 +127,8 @@ class Executor(Constraints):
         """One forward, and everything that follows from its logits."""
         result = StepResult()
         sampling = [piece.sequence for piece in plan.slices if piece.samples]
-        pending = None if self._grammars is None else self._grammars.begin(sampling)
+        grammars = self._grammars
+        pending = None if grammars is None else grammars.begin(sampling)
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         started = time.perf_counter()
         logits = self._runner.forward(batch).float()

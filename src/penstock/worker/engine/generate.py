@@ -171,6 +171,8 @@ class GenerateEngine:
 
     def tidy(self) -> float | None:
         """What is left to do while there is no work; when to come again, None for no need."""
+        if self._steps:  # not before somebody has had a first answer
+            self.bench.executor.prepare()
         if self._shelf is not None and self._shelf.offer(self._scheduler.cache.find):
             return _TIDY_S
         return None

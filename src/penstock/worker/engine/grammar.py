@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
 
@@ -52,10 +52,44 @@ class Masks:
     failed: dict[int, str] = field(default_factory=dict)  # requests that cannot go on, and why
 
 
+class Vocabulary:
+    """A model's vocabulary, from which its `Grammars` are made when they are wanted.
+
+    To read one takes about a second and some megabytes, and most requests never need it.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder = folder
+        self._size = size
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        # Threads are started before the process is capped.
+        self._helper.submit(int).result()
+        self._reading: Future[Grammars | None] | None = None
+
+    def read(self) -> Future[Grammars | None]:
+        """Begin, unless that was done; the outcome is None where nothing can be constrained."""
+        if self._reading is None:
+            self._reading = self._helper.submit(
+                Grammars.from_folder, self._folder, self._size, self._helper
+            )
+        return self._reading
+
+    @property
+    def known(self) -> Grammars | None:
+        """What it has come to, if it has been read."""
+        reading = self._reading
+        return reading.result() if reading is not None and reading.done() else None
+
+
 class Grammars:
     """All constraints of one model. `add`, `remove` and `begin` are called on the device thread."""
 
-    def __init__(self, tokens: list[bytes], special_ids: Series[int]) -> None:
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special_ids: Series[int],
+        helper: ThreadPoolExecutor | None = None,
+    ) -> None:
         """`tokens` are the bytes of each id; special ones only stand where a grammar names them."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -67,12 +101,10 @@ class Grammars:
         )
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._constraints: dict[int, Constraint] = {}
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        # Threads are started before the process is capped.
-        self._helper.submit(int).result()
+        self._helper = helper or ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     @classmethod
-    def from_folder(cls, folder: Path, vocabulary: int) -> Self | None:
+    def from_folder(cls, folder: Path, vocabulary: int, helper: ThreadPoolExecutor) -> Self | None:
         """For the tokenizer of a model; None when it, or the library, is not there."""
         try:
             import llguidance  # noqa: F401 - there is no wheel of it for every machine
@@ -89,7 +121,7 @@ class Grammars:
                 special.add(number)
                 content = (tokenizer.token(number) or f"<unused {number}>").encode()
             tokens.append(content)
-        return cls(tokens, sorted(number for number in special if number < vocabulary))
+        return cls(tokens, sorted(number for number in special if number < vocabulary), helper)
 
     def add(self, request: Submit) -> None:
         """Take a request; compiling begins at once, beside the steps."""
@@ -238,13 +270,12 @@ class _Vocabulary:
         return []
 
 
-def refuse_unconstrained(request: Submit) -> None:
-    """Refuse what asks for a mask where none can be made."""
-    if request.grammar is not None or request.thinking is not None:
-        raise BadRequest(
-            "Answers of this model cannot be constrained: it has no tokenizer.json, or the package "
-            "llguidance is not installed."
-        )
+def refuse_unconstrained() -> NoReturn:
+    """Nobody can be held to a form where the vocabulary is not known."""
+    raise BadRequest(
+        "Answers of this model cannot be constrained: it has no tokenizer.json, or the package "
+        "llguidance is not installed."
+    )
 
 
 def _allow(row: Bits, tokens: Series[int]) -> None:
