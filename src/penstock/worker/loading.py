@@ -30,21 +30,21 @@ from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.kv.shelf import Shelf, ShelfSpec
 from penstock.worker.meter import (
-    PrivateBytes,
     copied_bytes,
     device_overhead_bytes,
     meter_for,
-    overhead_bytes,
+    own_bytes,
 )
 from penstock.worker.models import attention, verify, weights
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
-from penstock.worker.profile import Bench, profile, remember
+from penstock.worker.profile import Bench, Profile, profile, remember
 from penstock.worker.scheduling.scheduler import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -72,6 +72,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.set_grad_enabled(False)
+    # Threads are started before the process is capped, of which some would die.
+    torch.zeros(torch.get_num_threads() << 16).add_(1)
     attention.register()
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
@@ -83,9 +85,11 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     clock.ended("weights")
     kernels = kernels_for(device, dtype)
     kernels.adopt(model)
-    geometry = verify.probe(model, text)
-    layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     window = _window(text, spec)
+    fingerprint = profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS)
+    proven = profile_store.load(spec.profile_dir, fingerprint) if device.type == "cpu" else None
+    geometry = dict(proven.layers) if proven is not None else verify.probe(model, text)
+    layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
     arena = _arena(spec, layout, window, device)
     slots = {layer: slot for slot, layer in enumerate(geometry)}
     pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
@@ -113,41 +117,19 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         window=window,
         vocabulary=text.vocab_size,
         routes=_routing_matters(model),
-        fingerprint=profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS),
+        fingerprint=fingerprint,
     )
+    clock.ended("kernels")
     progress("profile", 0, 0)
-    begun = time.perf_counter()
     measured = profile(bench)
-    log.info("the profile took %.1f s", time.perf_counter() - begun)
-    kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
-    in_ram, weight_bytes = arena.in_ram, _bytes_held(model)
-    committed = arena.committed_bytes if in_ram else 0
-    copied = copied_bytes(Path(spec.path), weight_bytes) if in_ram else 0
-    ready = Ready(
-        pid=0,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=layout.token_bytes,
-        kv_tokens=kv_tokens,
-        context=min(window, kv_tokens),
-        load_s=0.0,
-        cost=measured.cost,
-        process_bytes=PrivateBytes().read() - committed,
-        step_bytes=measured.step_bytes,
-        kv_bytes=measured.kv_bytes,
-        step_tokens=measured.limits.tokens,
-        graph_bytes=executor.graph_bytes,
-        outer_cap=str(outer.group) if outer is not None else None,
-        overhead_bytes=overhead_bytes(copied, committed),
-        copied_bytes=copied,
-        queue_bytes=0 if shelf is None else shelf.tray_bytes,
-    )
+    clock.ended("profile")
+    ready = _ready(bench, measured, outer)
+    ready.queue_bytes = 0 if shelf is None else shelf.tray_bytes
     engine = GenerateEngine(bench, measured, ready, shelf)
     if not measured.proven:
         verify.compare_with_own_attention(model, engine, text)
-        remember(bench, measured)
-    known = weight_bytes + executor.graph_bytes + arena.committed_bytes
+        remember(bench, measured, geometry)
+    known = ready.weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
     if shelf is not None:
         shelf.start()
@@ -156,6 +138,33 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     ready.load_s = sum(clock.phases.values())
     log.info("loaded in %.2f s: %s", ready.load_s, clock.phases)
     return engine
+
+
+def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:
+    """What was loaded, as the server is told."""
+    spec, arena, model = bench.spec, bench.arena, bench.executor.model
+    kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
+    copied = copied_bytes(_tensors(model), Path(spec.path)) if arena.in_ram else 0
+    private, beside = own_bytes(copied, arena.committed_bytes if arena.in_ram else 0)
+    return Ready(
+        pid=0,
+        device=spec.device,
+        dtype=str(arena.layout.dtype).removeprefix("torch."),
+        weight_bytes=sum(tensor.nbytes for tensor in _tensors(model)),
+        kv_bytes_per_token=arena.layout.token_bytes,
+        kv_tokens=kv_tokens,
+        context=min(bench.window, kv_tokens),
+        load_s=0.0,
+        cost=measured.cost,
+        process_bytes=private,
+        step_bytes=measured.step_bytes,
+        kv_bytes=measured.kv_bytes,
+        step_tokens=measured.limits.tokens,
+        graph_bytes=bench.executor.graph_bytes,
+        outer_cap=str(outer.group) if outer is not None else None,
+        overhead_bytes=beside,
+        copied_bytes=copied,
+    )
 
 
 class _Phases:
@@ -367,10 +376,9 @@ def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _bytes_held(model: Module) -> int:
+def _tensors(model: Module) -> tuple[Tensor, ...]:
     """What the model keeps; tied weights are one parameter and count once."""
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+    return (*model.parameters(), *model.buffers())
 
 
 def _routing_matters(model: PreTrainedModel) -> bool:

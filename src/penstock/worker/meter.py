@@ -9,11 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.memory.gauge import read_gpus, read_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LATER_CODE_BYTES = 32 << 20
@@ -125,16 +130,17 @@ class PrivateBytes:
             return 0
 
 
-def overhead_bytes(copied_bytes: int, committed_bytes: int) -> int:
-    """RAM of this process beside weights and KV, wherever the weights are.
+def own_bytes(copied_bytes: int, committed_bytes: int) -> tuple[int, int]:
+    """RAM of this process beside KV: all that is private, and what is there beside the weights.
 
     What is mapped from the model's files is clean and in no private figure that can be relied on;
     the rest of the weights is private memory like any other.
     """
     reading = read_process(os.getpid())
     if reading is None:
-        return 0
-    return max(reading.private_dirty_bytes - copied_bytes - committed_bytes, 0)
+        return 0, 0
+    beside = max(reading.private_dirty_bytes - copied_bytes - committed_bytes, 0)
+    return reading.private_bytes - committed_bytes, beside
 
 
 def device_overhead_bytes(device: torch.device, known_bytes: int) -> int:
@@ -152,23 +158,30 @@ def device_overhead_bytes(device: torch.device, known_bytes: int) -> int:
     return 0
 
 
-def copied_bytes(folder: Path, weight_bytes: int) -> int:
-    """The part of the weights that is not mapped from the files in `folder`."""
-    return max(weight_bytes - _mapped_bytes(folder), 0)
+def copied_bytes(tensors: Iterable[Tensor], folder: Path) -> int:
+    """What of these lies in memory of our own, and not in a mapping of one of the folder's files.
+
+    By their addresses: not every page of a mapping has been read by now.
+    """
+    ranges = _mapped_ranges(folder)
+    return sum(
+        tensor.nbytes
+        for tensor in tensors
+        if not any(begin <= tensor.data_ptr() < end for begin, end in ranges)
+    )
 
 
-def _mapped_bytes(folder: Path) -> int:
-    """Resident pages of the files in `folder`."""
+def _mapped_ranges(folder: Path) -> list[tuple[int, int]]:
+    """Where the files in `folder` are mapped."""
     files = {str(file.resolve()) for file in folder.iterdir() if file.is_file()}
-    total, inside = 0, False
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return 0
+        return []
+    found = []
     for line in lines:
-        words = line.split(None, 5)
-        if not words[0].endswith(":"):  # the head of a mapping: range, rights, ..., file
-            inside = len(words) == 6 and words[5] in files
-        elif inside and words[0] == "Rss:":
-            total += int(words[1]) << 10
-    return total
+        words = line.split(None, 5)  # range, rights, offset, device, inode, file
+        if len(words) == 6 and words[5] in files:
+            begin, _, end = words[0].partition("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found

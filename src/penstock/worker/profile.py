@@ -27,13 +27,13 @@ from penstock.worker.profile_store import StoredProfile
 from penstock.worker.stress import Reach, Stress, Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from penstock.wire import LoadSpec
     from penstock.worker.caps import Cap
     from penstock.worker.engine.cuda_executor import CudaExecutor
     from penstock.worker.engine.executor import Executor
-    from penstock.worker.kv.arena import Arena
+    from penstock.worker.kv.arena import Arena, LayerGeometry
     from penstock.worker.kv.blocks import BlockPool
     from penstock.worker.meter import Meter
     from penstock.worker.scheduling.scheduler import StepLimits
@@ -87,7 +87,8 @@ class Bench:
 
 def profile(bench: Bench) -> Profile:
     """Measure, or apply what was measured before; raises `ModelTooLarge` with every knob."""
-    _begin(bench)
+    # Threads are started; from now on what is held, but for KV, is for steps and libraries.
+    bench.cap.settle()
     before = _baseline(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
     applies = stored is not None and _applies(bench, stored)
@@ -106,7 +107,7 @@ def profile(bench: Bench) -> Profile:
     return dataclasses.replace(found, kept_bytes=max(0, found.held_bytes - before))
 
 
-def remember(bench: Bench, found: Profile) -> None:
+def remember(bench: Bench, found: Profile, layers: Mapping[int, LayerGeometry]) -> None:
     """Keep a profile for later loads, once the model has passed all that a load asks of it."""
     if found.proven:
         return
@@ -119,6 +120,7 @@ def remember(bench: Bench, found: Profile) -> None:
         step_tokens=found.limits.tokens,
         step_sequences=found.limits.sequences,
         cost=found.cost,
+        layers=tuple(layers.items()),
         # Where the arena had to shrink, the next load tries again.
         proven_bytes=0 if found.shrunk else bench.spec.memory_bytes,
         kept_bytes=found.kept_bytes,
@@ -153,24 +155,12 @@ def _taken_over(bench: Bench, stored: StoredProfile) -> Profile | None:
         return None
     found = _profile_of(bench, limits, stored.cost, blocks, kept)
     bench.pool.set_limit(blocks)
-    bench.cap.settle()
     bench.cap.move(found.kv_bytes, found.step_bytes)
     return dataclasses.replace(found, held_bytes=_baseline(bench), kept_bytes=kept, proven=True)
 
 
-def _begin(bench: Bench) -> None:
-    """Start threads: then the cap can be set."""
-    stress = _open(bench, bench.limits, tokens=1)
-    try:
-        stress.run(Trial(1, demanding=True), bench.vocabulary)
-    finally:
-        stress.close()
-    bench.meter.drop_caches()
-    bench.cap.settle()
-
-
 def _warm_up(bench: Bench) -> None:
-    """Fill the caches that libraries never empty."""
+    """Fill the caches that libraries never empty; then the cap can be set."""
     stress = _open(bench, bench.limits)
     some = min(LEAST_STEP_TOKENS, bench.limits.tokens, _reach(bench, bench.limits).longest)
     several = min(8, bench.limits.sequences)
@@ -331,9 +321,9 @@ def _limits(asked: StepLimits, tokens: int) -> StepLimits:
     return dataclasses.replace(asked, tokens=tokens, sequences=sequences, logit_rows=2 * sequences)
 
 
-def _open(bench: Bench, limits: StepLimits, tokens: int | None = None) -> Stress:
+def _open(bench: Bench, limits: StepLimits) -> Stress:
     return Stress(
-        *(bench.executor, bench.arena, bench.pool, bench.meter, tokens or limits.tokens),
+        *(bench.executor, bench.arena, bench.pool, bench.meter, limits.tokens),
         # A GPU computes experts in groups, whose memory does not depend on who goes where.
         routes=bench.routes and bench.arena.in_ram,
     )

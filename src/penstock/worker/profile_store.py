@@ -17,11 +17,12 @@ import msgspec
 import torch
 
 from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the annotation
+from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
 
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 6
+FORMAT = 7
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
@@ -34,6 +35,7 @@ class StoredProfile(msgspec.Struct, frozen=True):
     step_tokens: int
     step_sequences: int
     cost: CostModel
+    layers: tuple[tuple[int, LayerGeometry], ...]  # the model's own numbers of its attention layers
     # Of the load that went through all of it: its validation and its comparison with the model's
     # own attention. 0: none did so far.
     proven_bytes: int = 0  # the grant; whoever has as much need not prove it again

@@ -42,7 +42,7 @@ class CpuKernels(ReferenceKernels):
         # First, since its parts must still be plain.
         cpu_layers.adopt_mlps(model)
         cpu_layers.adopt_experts(model)
-        _replace(model, _quicker)
+        _replace(model, _Quicker())
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
@@ -142,21 +142,29 @@ def _replace(model: nn.Module, quicker: Callable[[nn.Module], nn.Module | None])
                 setattr(parent, name, replacement)
 
 
-def _quicker(module: nn.Module) -> nn.Module | None:
-    """The same computation by our own kernel, or None where it would not be the same."""
-    # A subclass computes something else; the kernel takes weights in whole tiles.
-    if type(module) is nn.Linear:
-        return FewRowsLinear(module) if module.out_features % _TILE == 0 else None
-    if not type(module).__name__.endswith("RMSNorm"):
-        return None
-    weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
-        return None
-    # Architectures differ in what they call by this name: only equal answers count.
-    norm = RmsNorm(weight, epsilon)
-    sample = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    return norm if torch.allclose(module(sample), norm(sample), rtol=1e-5, atol=1e-6) else None
+class _Quicker:
+    """Our own kernels in the place of a model's modules, where they compute the same."""
+
+    def __init__(self) -> None:
+        self._same: dict[object, bool] = {}  # by kind of norm: a model's layers are alike
+
+    def __call__(self, module: nn.Module) -> nn.Module | None:
+        """The same computation, or None where it would not be the same."""
+        # A subclass computes something else; the kernel takes weights in whole tiles.
+        if type(module) is nn.Linear:
+            return FewRowsLinear(module) if module.out_features % _TILE == 0 else None
+        if not type(module).__name__.endswith("RMSNorm"):
+            return None
+        weight = getattr(module, "weight", None)
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
+            return None
+        norm, kind = RmsNorm(weight, epsilon), (type(module), weight.shape, epsilon)
+        # Architectures differ in what they call by this name: only equal answers count.
+        if kind not in self._same:
+            sample = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(0))
+            self._same[kind] = torch.allclose(module(sample), norm(sample), rtol=1e-5, atol=1e-6)
+        return norm if self._same[kind] else None
 
 
 class RmsNorm(nn.Module):
