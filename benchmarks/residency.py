@@ -73,7 +73,7 @@ def elastic(rounds: int) -> None:
     small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
     with (
         home("first", "second", starter=False) as folder,
-        served(folder, folder / "log", "--memory=1800MiB", environment=small) as server,
+        served(folder, folder / "log", "--memory=1500MiB", environment=small) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         for name in ("first", "second"):
