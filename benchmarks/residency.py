@@ -143,9 +143,10 @@ async def _beside(server: Served, names: tuple[str, str], act: Any) -> dict[str,
     begun = time.perf_counter()
     outcome = await act()
     ended = time.perf_counter()
+    begun = outcome.pop("begun", begun)
     times, _ = await stream
     await prompts
-    before = _gaps(times, begun - 3.0, begun - 0.2)
+    before = _gaps(times, begun - 2.8, begun - 0.1)
     return {"before": before, "beside": _gaps(times, begun, ended), **outcome}
 
 
@@ -203,15 +204,18 @@ def death(rounds: int) -> None:
 
         async def act() -> dict[str, Any]:
             victim = asyncio.create_task(_stream(server.url, "dying", 4000))
-            await asyncio.sleep(1.0)
-            os.kill(server.row("dying")["pid"], signal.SIGKILL)
+            pid = server.row("dying")["pid"]
+            await asyncio.sleep(3.0)  # both are busy: what one costs the other is not on trial
+            begun = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
             _, last = await victim
             died = time.perf_counter()
             await asyncio.to_thread(ask, client, "dying", prompt(20))
             again = time.perf_counter() - died
             rows = server.get("/admin/api/events")
             loaded = [row for row in rows if row["event"] == "loaded"][-1]
-            return {"last": last, "again_s": again, "load_s": loaded["load_s"]}
+            found = {"last": last, "again_s": again, "load_s": loaded["load_s"], "begun": begun}
+            return found | {"phases": loaded["phases"]}
 
         # Three deaths in five minutes would open the circuit.
         found = [
@@ -225,6 +229,7 @@ def death(rounds: int) -> None:
             "errors": errors,
             "again_s": [round(one["again_s"], 2) for one in found],
             "load_s": [one["load_s"] for one in found],
+            "phases": [one["phases"] for one in found],
             "alone_step_ms": round(1000 * median(_gaps(alone, 0, time.perf_counter())), 1),
             **_compare(found),
         },

@@ -5,8 +5,7 @@
     size       KV gets what the grant leaves beside the largest step
     validate   the arena full, the largest step again, under the cap
 
-A stored profile skips the first three; on a CPU also the fourth, once a load in no more memory has
-passed it: what libraries take for themselves at their first largest step, and what is read later,
+A stored profile skips the first three; on a CPU also the fourth, once a load has passed it: what libraries take for themselves at their first largest step, and what is read later,
 is kept free then.
 What does not fit is made smaller before the model is refused: the step is halved, then the arena
 shrinks. An engine cannot be made without a `Profile`.
@@ -121,8 +120,7 @@ def remember(bench: Bench, found: Profile, layers: Mapping[int, LayerGeometry]) 
         step_sequences=found.limits.sequences,
         cost=found.cost,
         layers=tuple(layers.items()),
-        # Where the arena had to shrink, the next load tries again.
-        proven_bytes=0 if found.shrunk else bench.spec.memory_bytes,
+        proven=not found.shrunk,  # otherwise the next load tries again
         kept_bytes=found.kept_bytes,
     )
     profile_store.save(bench.spec.profile_dir, stored)
@@ -141,12 +139,13 @@ def _applies(bench: Bench, stored: StoredProfile) -> bool:
 
 
 def _taken_over(bench: Bench, stored: StoredProfile) -> Profile | None:
-    """A profile that an earlier load has proven, in no larger a grant; None if there is none.
+    """A profile that an earlier load has proven; None if there is none.
 
-    On a CPU only, where the largest step takes seconds. An explicit size of the KV is always tried.
+    The step is the same in any grant, and less or more KV beside it proves nothing new. On a CPU
+    only, where the largest step takes seconds. An explicit size of the KV is always tried.
     """
     spec, kept = bench.spec, stored.kept_bytes
-    if not 0 < stored.proven_bytes <= spec.memory_bytes or spec.kv_tokens is not None:
+    if not stored.proven or spec.kv_tokens is not None:
         return None
     limits = _limits(bench.limits, stored.step_tokens)
     room = _kv_room(bench, spec.memory_bytes - kept - _largest_step(stored.cost, limits))

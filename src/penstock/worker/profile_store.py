@@ -22,7 +22,7 @@ from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 7
+FORMAT = 8
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
@@ -36,9 +36,8 @@ class StoredProfile(msgspec.Struct, frozen=True):
     step_sequences: int
     cost: CostModel
     layers: tuple[tuple[int, LayerGeometry], ...]  # the model's own numbers of its attention layers
-    # Of the load that went through all of it: its validation and its comparison with the model's
-    # own attention. 0: none did so far.
-    proven_bytes: int = 0  # the grant; whoever has as much need not prove it again
+    # A load went through its validation and the comparison with the model's own attention.
+    proven: bool = False
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
 
 

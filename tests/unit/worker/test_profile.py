@@ -224,7 +224,7 @@ def load(machine: Machine, memory_bytes: int, directory: Path) -> Profile:
     return found
 
 
-def test_a_profile_that_was_proven_in_no_more_memory_is_taken_over(tmp_path: Path) -> None:
+def test_a_profile_that_was_proven_is_taken_over(tmp_path: Path) -> None:
     first, second, third = Machine(), Machine(), Machine()
     first.kept_bytes = 3 * MIB
     one = load(first, 128 * MIB, tmp_path)
@@ -238,6 +238,8 @@ def test_a_profile_that_was_proven_in_no_more_memory_is_taken_over(tmp_path: Pat
     assert second.limit == two.kv_bytes + two.step_bytes, "the cap is in place"
     more = load(third, 160 * MIB, tmp_path)
     assert more.proven and more.kv_bytes > two.kv_bytes
+    less = load(third, 110 * MIB, tmp_path)
+    assert less.proven and less.kv_bytes < two.kv_bytes and not third.steps
 
 
 def test_an_unproven_profile_is_validated(tmp_path: Path) -> None:
@@ -259,9 +261,10 @@ def test_an_explicit_size_of_the_kv_is_always_tried(tmp_path: Path) -> None:
 
 def test_a_stored_profile_that_does_not_hold_is_measured_anew(tmp_path: Path) -> None:
     first, second = Machine(), Machine()
+    first.failures_to_come = 2  # so that it is not proven
     one = load(first, 128 * MIB, tmp_path)
     second.failures_to_come = 5
-    two = load(second, 127 * MIB, tmp_path)
+    two = load(second, 128 * MIB, tmp_path)
     assert two.limits == one.limits and not two.proven
     assert len(second.steps) > len(first.steps)
 
