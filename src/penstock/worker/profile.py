@@ -6,7 +6,7 @@
     validate   the arena full, the largest step again, under the cap
 
 A stored profile skips the first three; on a CPU also the fourth, once a load has passed it: what
-libraries take for themselves at their first largest step, and what is read later, is kept free then.
+libraries take for themselves at their largest step, and what is read later, is kept free then.
 What does not fit is made smaller before the model is refused: the step is halved, then the arena
 shrinks. An engine cannot be made without a `Profile`.
 """
