@@ -326,6 +326,7 @@ class Model:
                 "device": ready.device,
                 "dtype": ready.dtype,
                 "kv_bytes": self.holding.granted_kv_bytes,
+                "kv_least_bytes": self.holding.kv_least_bytes,
                 "kv_tokens": self.holding.granted_kv_bytes // max(room.kv_bytes_per_token, 1),
                 "kv_bytes_per_token": room.kv_bytes_per_token,
                 "weight_bytes": ready.weight_bytes,
