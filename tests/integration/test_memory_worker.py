@@ -322,7 +322,7 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
     found = measured_steps(spec, 60)
     # Where a heap puts things is partly chance: in a fresh process the same shape is not above.
     if above := _above(found):
-        assert len(above) <= 2, above
+        assert len(above) <= 3, above
         assert not above.keys() & _above(measured_steps(spec, 60)).keys()
     # Steps of 60 and of 25 MB, beside which the margin for noise counts differently.
     most = 1.3 if architecture == "llama" else 1.5

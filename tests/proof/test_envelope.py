@@ -19,9 +19,9 @@ pytestmark = pytest.mark.proof
 
 MIB = 1 << 20
 STEPS = 200
-# Steps of some 60 MB: the margin for noise does not shrink with the model.
-WIDE = {"hidden_size": 256, "intermediate_size": 12288, "num_hidden_layers": 2}
-SPARSE = {**WIDE, "moe_intermediate_size": 6144, "num_experts": 4}
+# Steps of 40 MB and more: the margin for noise does not shrink with the model.
+WIDE = {"hidden_size": 256, "intermediate_size": 12288}
+SPARSE = {**WIDE, "moe_intermediate_size": 16384, "num_experts": 4, "num_hidden_layers": 2}
 
 
 def judge(steps: list[MeasuredStep], record: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,9 @@ _ROUTED_SHARE = 0.25
 # The smallest of steps may be the one that touches the heap's next huge pages.
 _LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
+# Rows of which a matrix product on a CPU makes its copy in two pieces, the first being 384: a line
+# from shorter to longer chunks lies below what it takes there.
+_BEYOND_A_PANEL = 392
 _LONG_DECODE = 1024
 
 _GREEDY = Sampling(temperature=0)
@@ -144,6 +147,8 @@ class Reach:
         yield Trial(limits.sequences)
         if whole // 4 > least:
             yield Trial(chunk=whole // 4, context=whole // 4)
+        if whole > _BEYOND_A_PANEL:
+            yield Trial(chunk=_BEYOND_A_PANEL, context=_BEYOND_A_PANEL)
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)
