@@ -148,7 +148,7 @@ def _taken_over(bench: Bench, stored: StoredProfile) -> Profile | None:
     if not stored.proven or spec.kv_tokens is not None:
         return None
     limits = _limits(bench.limits, stored.step_tokens)
-    room = _kv_room(bench, spec.memory_bytes - kept - _largest_step(stored.cost, limits))
+    room = _kv_room(bench, spec.memory_bytes - kept - _largest_step(bench, limits, stored.cost))
     blocks = bench.arena.blocks_within(room)
     if blocks < 2 or not bench.arena.in_ram:
         return None
@@ -189,7 +189,7 @@ def _stress(bench: Bench) -> tuple[StepLimits, CostModel]:
 
 def _leaves_enough(bench: Bench, limits: StepLimits, cost: CostModel) -> bool:
     """Whether the largest step leaves KV worth having; beside the smallest step any is."""
-    room = _kv_room(bench, bench.spec.memory_bytes - _largest_step(cost, limits))
+    room = _kv_room(bench, bench.spec.memory_bytes - _largest_step(bench, limits, cost))
     tokens = (bench.arena.blocks_within(room) - 1) * limits.block_tokens
     if limits.tokens <= LEAST_STEP_TOKENS:
         return tokens > 0
@@ -227,7 +227,7 @@ def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:
         blocks = min(1 + -(-spec.kv_tokens // limits.block_tokens), arena.blocks)
         retries = 0
     else:
-        room = _kv_room(bench, spec.memory_bytes - _largest_step(cost, limits))
+        room = _kv_room(bench, spec.memory_bytes - _largest_step(bench, limits, cost))
         blocks = arena.blocks_within(room)
         retries = RETRIES
     whole_bytes = arena.bytes_for(blocks)
@@ -281,7 +281,7 @@ def _profile_of(
     return Profile(
         cost=cost,
         limits=limits,
-        step_bytes=_largest_step(cost, limits) + host_bytes + spared_bytes,
+        step_bytes=_largest_step(bench, limits, cost) + host_bytes + spared_bytes,
         host_bytes=host_bytes,
         kv_blocks=blocks,
         kv_bytes=bench.arena.bytes_for(blocks),
@@ -289,8 +289,10 @@ def _profile_of(
     )
 
 
-def _largest_step(cost: CostModel, limits: StepLimits) -> int:
-    context = max(point.context for point in cost.measured)
+def _largest_step(bench: Bench, limits: StepLimits, cost: CostModel) -> int:
+    # A stored profile may have seen a little less than there can be now.
+    longest = _reach(bench, limits).longest
+    context = max(longest, *(point.context for point in cost.measured))
     # Prompts with log-probabilities have what is left beside a row for every sequence, and are
     # sequences themselves.
     return cost.step(limits.tokens, limits.sequences, context, limits.logit_rows - 1)
@@ -309,7 +311,9 @@ def _baseline(bench: Bench) -> int:
 
 def _reach(bench: Bench, limits: StepLimits) -> Reach:
     spec = bench.spec
-    tokens = spec.kv_tokens or spec.memory_bytes // bench.arena.layout.token_bytes
+    # A later grant lets sequences become longer: as far as there are addresses for them.
+    most_bytes = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
+    tokens = spec.kv_tokens or most_bytes // bench.arena.layout.token_bytes
     total = max(2, min(tokens, (bench.arena.blocks - 1) * limits.block_tokens))
     return Reach(limits, min(bench.window, total), total, bench.routes, bench.arena.in_ram)
 
@@ -330,7 +334,7 @@ def _open(bench: Bench, limits: StepLimits) -> Stress:
 
 def _too_large(bench: Bench, limits: StepLimits, cost: CostModel | None, why: str) -> ModelTooLarge:
     spec, layout = bench.spec, bench.arena.layout
-    step = _largest_step(cost, limits) if cost is not None else spec.memory_bytes + 1
+    step = _largest_step(bench, limits, cost) if cost is not None else spec.memory_bytes + 1
     needed = step + HOST_BYTES + 2 * layout.block_bytes
     knobs = {
         "memory.limit leaves this model": f"{spec.memory_bytes} bytes",
