@@ -234,6 +234,7 @@ class Ready(msgspec.Struct, tag=True):
     copied_bytes: int = 0  # weights in private RAM; the rest is mapped or on the device
     # Of a GPU: neither weights, graphs, KV nor steps, as the driver counts; 0: it does not tell.
     device_overhead_bytes: int = 0
+    kept_bytes: int = 0  # of `step_bytes`: what the process itself will come to take for good
     queue_bytes: int = 0  # of `overhead_bytes`: buffers for KV on its way to and from the disk
     phases: dict[str, float] = {}  # of `load_s`, in the order in which they came
 

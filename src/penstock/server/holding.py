@@ -74,7 +74,8 @@ class Holding:
         fixed.pop((self.domain, Purpose.LOADING), None)
         fixed[self.domain, Purpose.WEIGHTS] = ready.weight_bytes
         if ready.overhead_bytes:
-            fixed["ram", Purpose.PROCESS] = ready.overhead_bytes - ready.queue_bytes
+            own = ready.overhead_bytes - ready.queue_bytes + ready.kept_bytes
+            fixed["ram", Purpose.PROCESS] = own
         if ready.queue_bytes:
             fixed["ram", Purpose.QUEUE] = ready.queue_bytes
         if ready.device_overhead_bytes:
@@ -82,7 +83,8 @@ class Holding:
         if ready.graph_bytes:
             fixed[self.domain, Purpose.GRAPHS] = ready.graph_bytes
         if ready.step_bytes:
-            fixed[self.domain, Purpose.STEP] = self._step_bytes = ready.step_bytes
+            self._step_bytes = ready.step_bytes
+            fixed[self.domain, Purpose.STEP] = ready.step_bytes - ready.kept_bytes
         held = sum(size for (domain, _), size in fixed.items() if domain == self.domain)
         room = self._ledger.free(self.domain) + self._booking.total(self.domain) - held
         least = min(self.kv_least_bytes, ready.kv_bytes)

@@ -164,6 +164,7 @@ def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:
         outer_cap=str(outer.group) if outer is not None else None,
         overhead_bytes=beside,
         copied_bytes=copied,
+        kept_bytes=measured.kept_bytes if measured.proven else 0,
     )
 
 

@@ -84,6 +84,7 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
         weight_bytes=200 * MIB,
         overhead_bytes=30 * MIB,
         queue_bytes=20 * MIB,
+        kept_bytes=0,
         graph_bytes=10 * MIB,
         device_overhead_bytes=180 * MIB,
         step_bytes=50 * MIB,
