@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,14 +284,10 @@ def _load_model(
     if seed is not None:
         model = _random_model(config, dtype, device, seed)
     else:
-        model = weights.stream(
-            config,
-            attention.IMPLEMENTATION,
-            dtype,
-            device,
-            files,
-            lambda done, total: progress("weights", done, total),
-        )
+        told = partial(progress, "weights")
+        model = None
+        if not spec.trust_remote_code:  # whose model may be another than transformers' own
+            model = weights.stream(config, attention.IMPLEMENTATION, dtype, device, files, told)
         if model is None:
             model = _stored_model(spec, config, dtype)
     model = model.to(device).eval().requires_grad_(False)

@@ -69,7 +69,7 @@ def _without_weights(
     try:
         with no_init_weights(), _Nowhere():
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except (ValueError, KeyError, RuntimeError, ImportError):
         return None
