@@ -39,6 +39,7 @@ class Machine:
     """Executor, meter and cap at once: a step costs what `cost` says and not a byte more fits."""
 
     constrains = False
+    reading_bytes = 0
 
     def __init__(self, token_bytes: int = 50_000) -> None:
         self.token_bytes = token_bytes

@@ -82,6 +82,11 @@ class Constraints:
         if self._vocabulary is not None:
             self._vocabulary.read()
 
+    @property
+    def reading_bytes(self) -> int:
+        """What `prepare` may take at its highest."""
+        return 0 if self._vocabulary is None else self._vocabulary.reading_bytes
+
     def complete(self) -> None:
         """Have everything in place that a request may ever need."""
         if self._vocabulary is not None:
