@@ -1,6 +1,6 @@
 """What models do to each other: memory that moves, an unload and a death beside a busy stream.
 
-    python -m benchmarks.residency [elastic] [unload] [death] [--rounds 5]
+    python -m benchmarks.residency [elastic] [unload] [death] [--rounds 5] [--device cuda]
 
 elastic   two idle models with a large KV share a limit; each in turn gets a prompt for which the
           other must give pages: tokens of context before and after, and how long that took.
@@ -21,6 +21,7 @@ import os
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,15 @@ def ask(client: httpx.Client, model: str, tokens: list[int], new: int = 1) -> fl
     return time.perf_counter() - started
 
 
-def elastic(rounds: int) -> None:
+def elastic(rounds: int, device: str) -> None:
     """Pages from one idle model to another and back."""
+    memory = {"cpu": "1500MiB", "cuda": "8GiB"}[device]
     small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
     with (
         home("first", "second", starter=False) as folder,
-        served(folder, folder / "log", "--memory=1500MiB", environment=small) as server,
+        served(
+            folder, folder / "log", f"--memory={memory}", "--device", device, environment=small
+        ) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         for name in ("first", "second"):
@@ -95,6 +99,7 @@ def elastic(rounds: int) -> None:
     record(
         "residency elastic",
         {
+            "device": device,
             "prompt_tokens": int(most * 0.9),
             "grown": f"{len(took)} of {2 * rounds}",
             "took_ms": [round(1000 * value, 1) for value in took],
@@ -241,8 +246,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("which", nargs="*", help="elastic, unload, death")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="for elastic")
     options = parser.parse_args()
-    for name, run in (("elastic", elastic), ("unload", unload), ("death", death)):
+    parts = {
+        "elastic": partial(elastic, device=options.device),
+        "unload": unload,
+        "death": death,
+    }
+    for name, run in parts.items():
         if not options.which or name in options.which:
             run(options.rounds)
 

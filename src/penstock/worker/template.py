@@ -13,15 +13,12 @@ from importlib.util import find_spec
 
 import torch
 
-from penstock.worker.models.kernels import cpu_layers
-
 MODULES = (
     "safetensors.torch",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "penstock.worker.loop",
     "penstock.worker.loading",
-    "penstock.worker.models.kernels.cpu",
 )
 # An architecture that is not here is imported by the worker that needs it.
 COMMON_ARCHITECTURES = (
@@ -44,8 +41,12 @@ CUDA_MODULES = (
     "penstock.worker.engine.cuda_runner",
 )
 
-# What Numba needs for any kernel is set up by the first, which must have no threads.
-cpu_layers.warm_up()
+if find_spec("numba") is not None:
+    from penstock.worker.models.kernels import cpu_layers
+
+    # What Numba needs for any kernel is set up by the first, which must have no threads.
+    cpu_layers.warm_up()
+    importlib.import_module("penstock.worker.models.kernels.cpu")
 for _module in MODULES:
     importlib.import_module(_module)
 for _name in COMMON_ARCHITECTURES:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The best kernels for a device and a type of KV."""
-    if device.type == "cpu" and dtype == torch.float32:
+    numba = find_spec("numba") is not None  # which some processors lack
+    if device.type == "cpu" and dtype == torch.float32 and numba:
         from penstock.worker.models.kernels.cpu import CpuKernels
 
         return CpuKernels()
