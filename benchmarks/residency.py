@@ -32,7 +32,7 @@ from penstock import shapes
 from penstock.testing.served import Served, served
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 _salt = itertools.count(1)
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="for elastic")
     options = parser.parse_args()
-    parts = {
+    parts: dict[str, Callable[[int], None]] = {
         "elastic": partial(elastic, device=options.device),
         "unload": unload,
         "death": death,

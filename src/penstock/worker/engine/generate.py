@@ -124,7 +124,7 @@ class GenerateEngine:
         """Something is running, waiting or to be refused."""
         return bool(self._refused) or self._scheduler.has_work()
 
-    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int = 0) -> int:
         """Hold no more than this from now on; the bytes that went back to the system.
 
         What has been taken in can always be finished: below what the largest request here may
@@ -141,6 +141,8 @@ class GenerateEngine:
         if self._arena.committed_bytes > self.kv_limit_bytes():
             self._return_extents()
         self._memory.grant(max(self.kv_limit_bytes(), self._arena.committed_bytes), step_bytes)
+        if self._shelf is not None:
+            self._shelf.grant(tier_bytes)
         return before - self._arena.committed_bytes
 
     def shed(self, size: int) -> int:
@@ -148,12 +150,21 @@ class GenerateEngine:
         before = self._arena.committed_bytes
         freed = self._memory.relieve()
         self._return_extents()
-        self.grant(max(0, self.kv_limit_bytes() - size), self._memory.gate.granted_bytes)
+        kv_bytes = max(0, self.kv_limit_bytes() - size)
+        self.grant(kv_bytes, self._memory.gate.granted_bytes, self.tier_limit_bytes())
         return freed + before - self._arena.committed_bytes
 
     def kv_limit_bytes(self) -> int:
         """What the arena may hold at most."""
         return self._arena.bytes_for(self._granted_blocks)
+
+    def tier_limit_bytes(self) -> int:
+        """What KV kept in RAM, beside the device, may hold at most."""
+        return 0 if self._shelf is None else self._shelf.tier_bytes
+
+    def notices(self) -> list[str]:
+        """What people should know that has not been told yet."""
+        return [] if self._shelf is None else self._shelf.notices()
 
     def step(self) -> list[Output]:
         """Run one forward over everything planned, or over less where memory is short."""
@@ -259,6 +270,8 @@ class GenerateEngine:
             if self._refuse_the_impossible(plan, outputs):
                 return False
             self._memory.begin(plan)
+            if self._shelf is not None:
+                self._shelf.fence(plan.written(self._block_tokens))
             launched = self._executor.launch(plan, self._flying and self._flying[0])
         except (MemoryError, RuntimeError) as error:
             if not exhausted(error):
@@ -395,6 +408,8 @@ class GenerateEngine:
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""
+        if self._shelf is not None:
+            self._shelf.settle()
         moves = self._pool.compact()
         self._arena.copy(moves)
         self._scheduler.rename(moves)

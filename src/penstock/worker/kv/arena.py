@@ -142,6 +142,10 @@ class Arena:
         """All layers of a block."""
         return self._rows[block]
 
+    def rows_of(self, first: int, count: int) -> Tensor:
+        """All layers of neighbouring blocks, [count, bytes]."""
+        return self._rows[first : first + count]
+
     def blocks_within(self, size_bytes: int) -> int:
         """How many blocks can be in use when at most so much memory is committed."""
         extents, rest = divmod(size_bytes, self._extent_bytes)

@@ -27,7 +27,7 @@ from penstock.worker.scheduling.lengths import OutputLengths, future_peak_blocks
 from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Protocol
 
     from penstock.wire import Submit
@@ -113,6 +113,12 @@ class Plan:
         """Rows that are not decodes."""
         return sum(piece.count for piece in self.chunks)
 
+    def written(self, block_tokens: int) -> Iterator[int]:
+        """The blocks that it writes."""
+        for piece in self.slices:
+            last = (piece.end - 1) // block_tokens
+            yield from piece.sequence.blocks[piece.start // block_tokens : last + 1]
+
     @property
     def shape(self) -> StepShape:
         """What its cost depends on."""
@@ -172,11 +178,11 @@ class Scheduler:
         """Blocks are being read for somebody."""
         return any(sequence.ticket is not None for sequence in self._running)
 
-    def place(self, ticket: int) -> int | None:
-        """Where the next block that was read under a ticket belongs; None: it is not wanted."""
+    def place(self, ticket: int, index: int) -> int | None:
+        """Where a block that was asked for under a ticket belongs; None: it is not wanted."""
         for sequence in self._running:
             if sequence.ticket == ticket:
-                return sequence.blocks[sequence.computed // self._limits.block_tokens]
+                return sequence.blocks[sequence.fetched_from + index]
         return None
 
     def arrived(self, ticket: int, *, more: bool) -> None:
@@ -430,6 +436,7 @@ class Scheduler:
         keys = [chain.key(index) for index in range(sequence.known, last)]
         if count := self._tier.covers(keys):
             sequence.ticket = self._tier.fetch(keys[:count])
+            sequence.fetched_from = sequence.known
             sequence.awaited = sequence.known + count
 
     def _find(self, sequence: Sequence) -> list[int]:
