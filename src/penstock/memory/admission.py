@@ -268,7 +268,7 @@ def decide_load(
         if least + floor > state.limit_bytes:
             return Refuse(_too_large(need, state, domain, least, floor))
         if domain != need.domain and state.free_bytes < least:
-            return _make_room(residents, domain, least - state.free_bytes)
+            return _room_beside(residents, domain, least - state.free_bytes, spent)
     return _room_for_kv(need, snapshot[need.domain], residents, spent)
 
 
@@ -293,6 +293,17 @@ def _room_for_kv(
     if free + sum(size for _, size in shed) >= need.kv_least_bytes:
         return Wait(shed=shed)
     return _make_room(others, need.domain, need.kv_least_bytes - free)
+
+
+def _room_beside(
+    residents: Sequence[Resident], domain: str, wanted_bytes: int, spent: Collection[str]
+) -> Wait:
+    """In a domain in which the load does not compute: what others there can spare comes first."""
+    willing = [r for r in residents if r.domain == domain and r.name not in spent]
+    shed = choose_shed(willing, wanted_bytes, keep_bytes=0)
+    if sum(size for _, size in shed) >= wanted_bytes:
+        return Wait(shed=shed)
+    return _make_room(residents, domain, wanted_bytes)
 
 
 def _make_room(residents: Sequence[Resident], domain: str, wanted_bytes: int) -> Wait:

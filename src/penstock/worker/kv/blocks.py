@@ -81,6 +81,11 @@ class BlockPool:
         return tuple(self._free)
 
     @property
+    def unbacked(self) -> list[int]:
+        """The others', in the order in which they will be."""
+        return self._uncommitted[::-1]
+
+    @property
     def ready(self) -> int:
         """Blocks that can be taken without more memory."""
         return min(self.free, sum(map(len, self._free.values())))

@@ -48,6 +48,7 @@ class Errand:
     ticket: int
     keys: list[bytes]
     after: object  # what the device must have done before their places are free
+    since: float
     trays: dict[int, int] = field(default_factory=dict)  # by index: found or read
     read: set[int] = field(default_factory=set)  # indexes that come, or came, from the disk
     end: int = 0  # no block from this index on will come

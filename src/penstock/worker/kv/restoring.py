@@ -51,6 +51,8 @@ class Restoring:
         self.copy_rate = Rate()
         self.hung = False  # nothing is asked of the disk until it answers
         self.ram_hits = 0
+        self.restored_bytes = 0
+        self.restored_s = 0.0  # from the errand to its end
         self._trays = trays
         self._size = trays.rows.shape[1]
         self._copies = copies
@@ -74,7 +76,7 @@ class Restoring:
     def fetch(self, keys: list[bytes]) -> int:
         """Have blocks brought, in order; the ticket under which they arrive."""
         self._tickets += 1
-        errand = Errand(self._tickets, keys, self._copies.mark(), end=len(keys))
+        errand = Errand(self._tickets, keys, self._copies.mark(), time.monotonic(), end=len(keys))
         cache = self._trays.cache
         for index, key in enumerate(keys):
             if (tray := cache.find(key)) is not None:
@@ -188,5 +190,7 @@ class Restoring:
 
     def _end(self, errand: Errand, receiver: Receiver) -> None:
         if errand.ticket in self._errands:
+            self.restored_bytes += errand.landed * self._size
+            self.restored_s += time.monotonic() - errand.since
             self.drop(errand.ticket)
             receiver.arrived(errand.ticket, more=False)

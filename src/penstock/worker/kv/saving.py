@@ -79,7 +79,7 @@ class Saving:
     def _room(self, *, to_disk: bool) -> int:
         """How many blocks may leave now."""
         most = max(0, OUT_BYTES - self._copies.under_way_bytes) // self._trays.rows.shape[1]
-        if self._trays.tier_bytes:
+        if self._trays.keeps:
             return most
         if self.writer is None or not to_disk:
             return 0
@@ -119,7 +119,7 @@ class Saving:
     def _write(self) -> None:
         """Offer to the writer what it has room for. It holds a tray until it is written."""
         most = self._write_trays
-        if self._trays.tier_bytes:
+        if self._trays.keeps:
             most = max(most, self._trays.cache.capacity // _UNWRITTEN_SHARE)
         while self._unwritten and len(self._writing) < self._write_trays:
             key = next(iter(self._unwritten))

@@ -92,7 +92,7 @@ class Shelf:
         """A block is known under this key: it is worth saving."""
         in_ram = self._trays.cache.find(key) is not None
         tier = self._disk_tier
-        on_disk = not self.tier_bytes and tier is not None and tier.contains(key)
+        on_disk = not self._trays.keeps and tier is not None and tier.contains(key)
         if not in_ram and not on_disk:
             self._saving.add(key)
 
@@ -101,7 +101,7 @@ class Shelf:
         now, and which are gone."""
         to_disk = self._disk is not None and not self._disk.failed and self._disk_pays()
         self._saving.go_on(find, to_disk=to_disk)
-        return self._saving.pending and (to_disk or bool(self.tier_bytes))
+        return self._saving.pending and (to_disk or self._trays.keeps)
 
     def covers(self, keys: list[bytes]) -> int:
         """How many of the keys, from the first on, are sooner brought than computed."""
@@ -167,6 +167,8 @@ class Shelf:
             "ram_hits": self._restoring.ram_hits,
             "ram_evictions": cache.evicted,
             "ram_bytes_per_s": self._restoring.copy_rate.per_s,
+            "restored_bytes": self._restoring.restored_bytes,
+            "restored_s": self._restoring.restored_s,
             "overtaken": self._saving.overtaken,
             "computed_tokens_per_s": self._computing.per_s,
         }

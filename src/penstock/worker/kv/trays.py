@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from penstock.worker.kv.prefix import PrefixCache
 from penstock.worker.kv.ranges import RamRange, page_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ class TrayMemory:
         self.rows: Tensor = self._range.tensor()[:size].view(-1, tray_bytes)
         self.pinned: set[int] = set()  # extents that are held
         self._coming: threading.Thread | None = None
+        self._wanted: deque[int] = deque()
         self._not_before = 0.0
 
     @property
@@ -62,15 +66,19 @@ class TrayMemory:
         """Raises `NotYet` while a further extent is being pinned."""
         if extent in self.pinned:
             return
-        if extent == 0 or not self._pins:
-            self._prepare(extent)
-        elif not self._pinning() and time.monotonic() >= self._not_before:
-            self._coming = threading.Thread(
-                target=self._try, args=(extent,), name="kv-pin", daemon=True
-            )
-            self._coming.start()
-        if extent not in self.pinned:
+        if extent and self._pins:
             raise NotYet
+        self._prepare(extent)
+
+    def ask(self, extents: Iterable[int]) -> bool:
+        """Have extents pinned, in this order; False if that has just failed."""
+        if not self._pinning():
+            if time.monotonic() < self._not_before:
+                return False
+            self._wanted.extend(extent for extent in extents if extent not in self.pinned)
+            self._coming = threading.Thread(target=self._pin, name="kv-pin", daemon=True)
+            self._coming.start()
+        return True
 
     def decommit(self, extent: int) -> None:
         """Give an extent's memory back; nothing is on its way from or to it."""
@@ -84,14 +92,19 @@ class TrayMemory:
         return self._coming is not None and self._coming.is_alive()
 
     def finish(self) -> None:
-        """Wait for what is being pinned."""
+        """Pin no more than has been begun, and wait for that."""
+        self._wanted.clear()
         if self._coming is not None:
             self._coming.join()
 
-    def _try(self, extent: int) -> None:
+    def _pin(self) -> None:
         try:
-            self._prepare(extent)
+            while self._wanted:
+                self._prepare(self._wanted.popleft())
+        except IndexError:
+            return  # it is not wanted any more
         except (MemoryError, RuntimeError) as error:
+            self._wanted.clear()
             self._not_before = time.monotonic() + _PIN_AGAIN_S
             log.warning(
                 "%d MiB of RAM for KV could not be pinned (%s); what is there is used",
@@ -126,6 +139,7 @@ class Trays:
         self._pool = pool
         self.cache = PrefixCache(pool)
         self._pool.set_limit(self._extent)
+        self._granted = 0
 
     @property
     def rows(self) -> Tensor:
@@ -140,8 +154,12 @@ class Trays:
     @property
     def tier_bytes(self) -> int:
         """What all others may hold, or hold for a little longer."""
-        limit = (self._pool.capacity // self._extent - 1) * self.memory.extent_bytes
-        return max(limit, self.memory.committed_bytes)
+        return max(self._granted, self.memory.committed_bytes)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there are others."""
+        return self.cache.capacity > self._extent
 
     def take(self, count: int) -> list[int]:
         """So many trays, or as many as can be had now; what was in them is given up."""
@@ -150,10 +168,14 @@ class Trays:
             return self.cache.take(count)
         except NotYet:
             taken = self.cache.take(min(count, self._pool.ready))
-            return taken + self.cache.recycle(count - len(taken))
+        missing = count - len(taken)
+        if self.memory.ask(self._pool.unbacked[: -(-missing // self._extent)]):
+            return taken  # the rest in a moment
+        return taken + self.cache.recycle(missing)
 
     def grant(self, tier_bytes: int) -> None:
         """Hold so much beside the first trays from now on, as far as what is on its way allows."""
+        self._granted = tier_bytes
         allowed = 1 + tier_bytes // self.memory.extent_bytes
         grows = allowed * self._extent >= self._pool.capacity
         self._pool.set_limit(allowed * self._extent)
