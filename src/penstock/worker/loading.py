@@ -133,8 +133,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         remember(bench, measured, geometry)
     known = ready.weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
-    if shelf is not None:
-        shelf.start()
+    engine.open()
     clock.ended("comparison")
     ready.phases = clock.phases
     ready.load_s = sum(clock.phases.values())

@@ -232,6 +232,23 @@ class GenerateEngine:
             self._scheduler.cancel(_PROBE_ID)
         self._refused += [output for output in outputs if output.id != _PROBE_ID]
 
+    def open(self) -> None:
+        """All is measured: begin with what goes on beside steps."""
+        if self._shelf is not None:
+            if not self._arena.in_ram:  # on a CPU this would take seconds
+                self._calibrate()
+            self._shelf.start()
+
+    def _calibrate(self) -> None:
+        """Learn how fast prompts are computed: whether others should be read depends on it."""
+        count = min(self.profile.limits.tokens, self._window - 1, self._scheduler.most_tokens() - 1)
+        prompt = [(7919 * place) % self.bench.vocabulary for place in range(count)]
+        self.submit(Submit(_PROBE_ID, prompt, 1, Sampling(temperature=0)))
+        while self._scheduler.has_work():
+            self.step()
+        self._scheduler.cache.clear()
+        self._prompt_tokens = 0
+
     def score(self, tokens: list[int], chunk: int) -> Tensor:
         """Logits of every position, [tokens, vocabulary], computed in chunks while idle."""
         assert not self._scheduler.has_work(), "scoring shares the pool with nobody"

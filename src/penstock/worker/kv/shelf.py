@@ -48,6 +48,26 @@ TRY_AGAIN_S = 600.0
 _RATE_TOKENS = 1 << 15  # computed, after which an older measurement counts half
 
 
+class _ComputeRate:
+    """Prompt tokens a second in the largest steps seen: a small step takes as long as one of many
+    more tokens, and says nothing about a long prompt."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._rate = Rate(_RATE_TOKENS)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if tokens > 2 * self._largest:
+            self._rate = Rate(_RATE_TOKENS)
+        self._largest = max(self._largest, tokens)
+        if 2 * tokens >= self._largest:
+            self._rate.add(tokens, seconds)
+
+    @property
+    def per_s(self) -> float | None:
+        return self._rate.per_s
+
+
 class Shelf:
     """One model's KV beside its arena: on disk if there is a `spec`, in RAM as far as granted."""
 
@@ -64,7 +84,7 @@ class Shelf:
         self._in = copies_for(arena, self._trays.rows, out=False)
         self._saving = Saving(self._trays, self._out, self._payload, writing, arena.blocks)
         self._restoring = Restoring(self._trays, self._in, self._out, self._disk, reading)
-        self._computing = Rate(_RATE_TOKENS)  # tokens
+        self._computing = _ComputeRate()
         self._read_at = -TRY_AGAIN_S
         self._notices: deque[str] = deque()
 
