@@ -164,8 +164,8 @@ def start_engine(
         tier_bytes=tier_bytes,
     )
     engine = load_engine(spec, lambda _phase, _done, _total: None)
-    if tier_bytes:
-        engine.grant(engine.kv_limit_bytes(), engine.ready().step_bytes, tier_bytes)
+    if tier_bytes and engine.shelf is not None:
+        engine.shelf.grant(tier_bytes)
     if mode.pool_tokens is not None:
         for _ in range(500):  # so that more is let in than there is room for in the end
             engine.lengths.observe(1)

@@ -54,7 +54,7 @@ class GenerateEngine:
         self, bench: Bench, profile: Profile, ready: Ready, shelf: Shelf | None = None
     ) -> None:
         self.bench = bench
-        self._shelf = shelf
+        self.shelf = shelf
         self.profile = profile
         self._executor: Executor | CudaExecutor = bench.executor
         self._arena = bench.arena
@@ -141,8 +141,8 @@ class GenerateEngine:
         if self._arena.committed_bytes > self.kv_limit_bytes():
             self._return_extents()
         self._memory.grant(max(self.kv_limit_bytes(), self._arena.committed_bytes), step_bytes)
-        if self._shelf is not None:
-            self._shelf.grant(tier_bytes)
+        if self.shelf is not None:
+            self.shelf.grant(tier_bytes)
         return before - self._arena.committed_bytes
 
     def shed(self, size: int) -> int:
@@ -160,11 +160,11 @@ class GenerateEngine:
 
     def tier_limit_bytes(self) -> int:
         """What KV kept in RAM, beside the device, may hold at most."""
-        return 0 if self._shelf is None else self._shelf.tier_bytes
+        return 0 if self.shelf is None else self.shelf.tier_bytes
 
     def notices(self) -> list[str]:
         """What people should know that has not been told yet."""
-        return [] if self._shelf is None else self._shelf.notices()
+        return [] if self.shelf is None else self.shelf.notices()
 
     def step(self) -> list[Output]:
         """Run one forward over everything planned, or over less where memory is short."""
@@ -184,14 +184,14 @@ class GenerateEngine:
         """What is left to do while there is no work; when to come again, None for no need."""
         if self._steps:  # not before somebody has had a first answer
             self.bench.executor.prepare()
-        if self._shelf is not None and self._shelf.offer(self._scheduler.cache.find):
+        if self.shelf is not None and self.shelf.offer(self._scheduler.cache.find):
             return _TIDY_S
         return None
 
     def close(self) -> None:
         """Save what can be saved in the time that a shutdown has."""
-        if self._shelf is not None:
-            self._shelf.close(self._scheduler.cache.find)
+        if self.shelf is not None:
+            self.shelf.close(self._scheduler.cache.find)
 
     def status(self) -> Status:
         """Figures after the latest step."""
@@ -218,7 +218,7 @@ class GenerateEngine:
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
             device_s=self._device_s,
-            tier={} if self._shelf is None else self._shelf.stats(),
+            tier={} if self.shelf is None else self.shelf.stats(),
         )
 
     def probe(self) -> None:
@@ -234,10 +234,10 @@ class GenerateEngine:
 
     def open(self) -> None:
         """All is measured: begin with what goes on beside steps."""
-        if self._shelf is not None:
+        if self.shelf is not None:
             if not self._arena.in_ram:  # on a CPU this would take seconds
                 self._calibrate()
-            self._shelf.start()
+            self.shelf.start()
 
     def _calibrate(self) -> None:
         """Learn how fast prompts are computed: whether others should be read depends on it."""
@@ -277,8 +277,8 @@ class GenerateEngine:
         plan: Plan | None = None
         try:
             plan = self._plan()
-            if not plan.slices and self._shelf is not None and self._scheduler.reads():
-                self._shelf.wait(_READ_WAIT_S)
+            if not plan.slices and self.shelf is not None and self._scheduler.reads():
+                self.shelf.wait(_READ_WAIT_S)
                 outputs += self._land(None)
                 return True
             if self._flying is not None and not plan.slices:
@@ -287,8 +287,8 @@ class GenerateEngine:
             if self._refuse_the_impossible(plan, outputs):
                 return False
             self._memory.begin(plan)
-            if self._shelf is not None:
-                self._shelf.fence(plan.written(self._block_tokens))
+            if self.shelf is not None:
+                self.shelf.fence(plan.written(self._block_tokens))
             launched = self._executor.launch(plan, self._flying and self._flying[0])
         except (MemoryError, RuntimeError) as error:
             if not exhausted(error):
@@ -310,9 +310,9 @@ class GenerateEngine:
             self._commit_again_at = None
             self._pool.set_limit(self._granted_blocks)
         self._memory.read_room()
-        if self._shelf is not None:
-            self._shelf.deliver(self._scheduler)
-            self._shelf.offer(self._scheduler.cache.find)
+        if self.shelf is not None:
+            self.shelf.deliver(self._scheduler)
+            self.shelf.offer(self._scheduler.cache.find)
         plan = self._scheduler.plan(self._budget)
         if self._memory.gate.pinched and self._memory.relieve():
             self._memory.read_room()
@@ -397,8 +397,8 @@ class GenerateEngine:
         self._step_s, self._landed_at = now - max(self._landed_at, begun), now
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         self._count_reused(plan, result.outputs)
-        if self._shelf is not None and plan.chunks and not plan.decodes:
-            self._shelf.computed(plan.chunk_tokens, self._step_s)
+        if self.shelf is not None and plan.chunks and not plan.decodes:
+            self.shelf.computed(plan.chunk_tokens, self._step_s)
         for number, how in finished.items():
             result.outputs[number].finish = how
             self._executor.forget(number)
@@ -425,8 +425,8 @@ class GenerateEngine:
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""
-        if self._shelf is not None:
-            self._shelf.settle()
+        if self.shelf is not None:
+            self.shelf.settle()
         moves = self._pool.compact()
         self._arena.copy(moves)
         self._scheduler.rename(moves)

@@ -22,9 +22,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor
-
     from penstock.worker.kv.arena import Arena
+    from penstock.worker.kv.trays import Trays
 
     Pair = tuple[int, int]  # of block and tray
 
@@ -58,9 +57,9 @@ class PlainCopies:
 
     under_way_bytes = 0
 
-    def __init__(self, arena: Arena, trays: Tensor, *, out: bool) -> None:
+    def __init__(self, arena: Arena, trays: Trays, *, out: bool) -> None:
         self._arena = arena
-        self._trays = trays
+        self._trays = trays.rows
         self._out = out
 
     def mark(self) -> object:
@@ -97,9 +96,10 @@ class _Batch:
 class DeviceCopies:
     """Between a device and pinned memory, on a stream of their own."""
 
-    def __init__(self, arena: Arena, trays: Tensor, *, out: bool) -> None:
+    def __init__(self, arena: Arena, trays: Trays, *, out: bool) -> None:
         self._arena = arena
-        self._trays = trays
+        self._trays = trays.rows
+        self._extent_trays = trays.memory.extent_trays
         self._out = out
         self._stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
         self._batches: deque[_Batch] = deque()
@@ -116,7 +116,7 @@ class DeviceCopies:
         stream.wait_event(after)
         began.record(stream)
         with torch.cuda.stream(stream):
-            for block, tray, count in _runs(pairs):
+            for block, tray, count in _runs(pairs, self._extent_trays):
                 there = self._arena.rows_of(block, count)
                 here = self._trays[tray : tray + count]
                 (here if self._out else there).copy_(
@@ -156,14 +156,23 @@ class DeviceCopies:
         batch.done(batch.began.elapsed_time(batch.ended) / 1e3)
 
 
-def copies_for(arena: Arena, trays: Tensor, *, out: bool) -> Copies:
+def copies_for(arena: Arena, trays: Trays, *, out: bool) -> Copies:
     """The way to copy from or to this arena."""
     return (PlainCopies if arena.in_ram else DeviceCopies)(arena, trays, out=out)
 
 
-def _runs(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that stay neighbours are copied as one: (block, tray, how many)."""
-    for _, run in itertools.groupby(enumerate(pairs), lambda p: (p[1][0] - p[0], p[1][1] - p[0])):
+def _runs(pairs: Sequence[Pair], extent_trays: int) -> Iterator[tuple[int, int, int]]:
+    """Neighbours that stay neighbours are copied as one: (block, tray, how many).
+
+    Not beyond the end of an extent of trays: each is pinned by itself, and CUDA takes no copy from
+    two of them.
+    """
+
+    def run_of(item: tuple[int, Pair]) -> tuple[int, int, int]:
+        place, (block, tray) = item
+        return block - place, tray - place, tray // extent_trays
+
+    for _, run in itertools.groupby(enumerate(pairs), run_of):
         found = [pair for _, pair in run]
         yield *found[0], len(found)
 
