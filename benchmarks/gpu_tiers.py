@@ -51,8 +51,8 @@ print((4 << 30) / sorted(times)[2])
 @contextlib.contextmanager
 def _server(home: Path, memory: str, **settings: str) -> Iterator[httpx.Client]:
     command = [sys.executable, "-m", "penstock", "serve", "--model", MODEL, "--device", "cuda"]
-    command += ["--port", str(PORT), "--memory", memory]
-    own = {"PENSTOCK_HOME": str(home), **settings}
+    command += ["--port", str(PORT)]
+    own = {"PENSTOCK_HOME": str(home), "PENSTOCK_MEMORY_GPU_LIMIT": memory, **settings}
     log = (home / "server.log").open("ab")
     process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{PORT}"
@@ -119,6 +119,7 @@ def main() -> None:
                     found[length] = hit
             after = figures(client)
         restored = {name: after[name] - before.get(name, 0.0) for name in after}
+        assert restored["penstock_kv_ram_hits_total"], f"nothing came from RAM: {after}"
         rate = restored["penstock_kv_restored_bytes_total"]
         rate /= restored["penstock_kv_restored_seconds_total"]
         with _server(home, options.memory, PENSTOCK_CACHE_RAM="0") as client:

@@ -228,6 +228,7 @@ class Ready(msgspec.Struct, tag=True):
     process_bytes: int  # private bytes with everything but KV and steps in place, weights included
     step_bytes: int  # the envelope of the largest step
     kv_bytes: int  # what the arena was sized to
+    kv_unit_bytes: int  # in pieces of which it takes memory
     step_tokens: int  # the largest step, after halving
     graph_bytes: int = 0  # kept by captured steps, on the device
     outer_cap: str | None = None  # the control group around the worker, if one could be made

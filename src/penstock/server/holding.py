@@ -123,6 +123,9 @@ class Holding:
     def grow(self, kv_bytes: int) -> None:
         """Book and grant so much KV; `OutOfBudget` if it does not fit."""
         assert self._client is not None
+        kv_bytes -= kv_bytes % self._client.ready.kv_unit_bytes  # the rest is of no use to it
+        if kv_bytes <= self.granted_kv_bytes:
+            return
         self._book(max(kv_bytes, self.kv_bytes), self.tier_bytes)
         self.granted_kv_bytes = kv_bytes
         self._grant()
@@ -230,6 +233,7 @@ class Holding:
             kv_now_bytes=self.granted_kv_bytes,
             fixed_bytes=self.fixed_bytes,
             overhead_bytes=max(ready.kv_bytes - ready.kv_tokens * ready.kv_bytes_per_token, 0),
+            unit_bytes=ready.kv_unit_bytes,
         )
 
     def _book(self, kv_bytes: int, tier_bytes: int) -> None:

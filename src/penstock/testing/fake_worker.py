@@ -130,6 +130,7 @@ class FakeEngine:
             process_bytes=PROCESS_BYTES,
             step_bytes=STEP_BYTES,
             kv_bytes=self.kv_bytes,
+            kv_unit_bytes=1,
             step_tokens=self.spec.step_tokens,
             overhead_bytes=PROCESS_BYTES,
         )

@@ -160,6 +160,7 @@ def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:
         process_bytes=private,
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
+        kv_unit_bytes=arena.unit_bytes,
         step_tokens=measured.limits.tokens,
         graph_bytes=bench.executor.graph_bytes,
         outer_cap=str(outer.group) if outer is not None else None,

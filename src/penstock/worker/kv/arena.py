@@ -111,6 +111,11 @@ class Arena:
                 offset += layout.block_tokens * heads * dim
 
     @property
+    def unit_bytes(self) -> int:
+        """What is committed and given back at once."""
+        return min(self._extent_bytes, self._total_bytes)
+
+    @property
     def committed_bytes(self) -> int:
         """Memory behind the range now."""
         return sum(self._bytes(extent)[1] for extent in self._committed)

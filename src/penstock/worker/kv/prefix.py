@@ -145,6 +145,13 @@ class PrefixCache:
             else:
                 self._pool.give([block])
 
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Used now, in the order of a chain: of those that are kept, its end goes first."""
+        for block in reversed(list(blocks)):
+            if block in self._kept:
+                del self._kept[block]
+                self._kept[block] = None
+
     def kept_blocks(self) -> tuple[int, ...]:
         """All that nobody holds and that can be found, the least recently used first."""
         return tuple(self._kept)

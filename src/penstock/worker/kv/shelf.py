@@ -146,6 +146,13 @@ class Shelf:
                 self._read_at = time.monotonic()
         return self._restoring.fetch(keys)
 
+    def touch(self, keys: list[bytes]) -> None:
+        """A sequence has used these until now, in the order of its chain."""
+        cache = self._trays.cache
+        cache.touch(tray for key in keys if (tray := cache.find(key)) is not None)
+        if (tier := self._disk_tier) is not None:
+            tier.touch(keys)
+
     def drop(self, ticket: int) -> None:
         """What has not arrived under this ticket is of no use any more."""
         self._restoring.drop(ticket)

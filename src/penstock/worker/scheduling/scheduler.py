@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
         def drop(self, ticket: int) -> None: ...
 
+        def touch(self, keys: list[bytes]) -> None: ...
+
 
 FLOOR_TOKENS = 16  # a chunk is not cut below this for want of memory
 
@@ -540,9 +542,11 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        if sequence.ticket is not None and self._tier is not None:
-            self._tier.drop(sequence.ticket)
-            sequence.ticket = None
+        if self._tier is not None and sequence.chain is not None:
+            self._tier.touch([sequence.chain.key(index) for index in range(sequence.known)])
+            if sequence.ticket is not None:
+                self._tier.drop(sequence.ticket)
+                sequence.ticket = None
         self.cache.give(sequence.blocks)
         sequence.blocks = []
 
