@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _PROBE_ID = -1
 # While blocks are being read and there is nothing to compute; and while some wait to be written.
 _READ_WAIT_S = 0.05
-_TIDY_S = 0.02
+_TIDY_S = 0.005
 # Steps after which memory that could not be had for KV is asked for again.
 _COMMIT_AGAIN_STEPS = 64
 # Attempts at one step, each smaller than the one before: more than there are halvings of it.

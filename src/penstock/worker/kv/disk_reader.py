@@ -29,6 +29,11 @@ _CORES_A_THREAD = 4
 _MOST_THREADS = 4
 
 
+def reader_threads() -> int:
+    """How many read at once: one reads and checks a good GB a second."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_A_THREAD))
+
+
 @dataclass(frozen=True, slots=True)
 class ShelfSpec:
     """Where KV is kept on disk, how much, and what it is KV of."""
@@ -72,7 +77,7 @@ class DiskReader:
         self._opened = opened
         self._asked: queue.SimpleQueue[tuple[Errand, int]] = queue.SimpleQueue()
         self.failed = False  # it will not be used
-        self._count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_A_THREAD))
+        self._count = reader_threads()
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -109,13 +114,19 @@ class DiskReader:
     def _read(self) -> None:
         assert self.tier is not None
         while True:
-            errand, index = self._asked.get()
-            if errand.dropped or index >= errand.end:
-                continue
-            tray = self.trays.get()
-            if errand.dropped or not self.tier.load(errand.keys[index], self._payload(tray)):
-                self.trays.put(tray)
-                self.arrived.append((errand, index, None))
-            else:
-                self.arrived.append((errand, index, tray))
-            self.news.set()
+            # First a tray, then what to read into it: otherwise the later blocks of an errand might
+            # have all of them, while the one that must come first has none.
+            tray: int | None = self.trays.get()
+            while tray is not None:
+                tray = self._read_next(tray)
+
+    def _read_next(self, tray: int) -> int | None:
+        """Read what is asked for next; the tray, if it holds nothing of use."""
+        assert self.tier is not None
+        errand, index = self._asked.get()
+        if errand.dropped or index >= errand.end:
+            return tray
+        whole = self.tier.load(errand.keys[index], self._payload(tray))
+        self.arrived.append((errand, index, tray if whole else None))
+        self.news.set()
+        return None if whole else tray

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.trays import Trays
 
 # Copies out of a device that are under way at once.
-OUT_BYTES = 512 << 20
+OUT_BYTES = 2 << 30
 # Of the tier in RAM: what waits for the disk cannot be given up for anything else.
 _UNWRITTEN_SHARE = 4
 

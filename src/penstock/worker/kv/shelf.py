@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from penstock.tiers import Payload, Writer
 from penstock.tiers.rates import Rate
 from penstock.worker.kv.copies import copies_for
-from penstock.worker.kv.disk_reader import DiskReader
+from penstock.worker.kv.disk_reader import DiskReader, reader_threads
 from penstock.worker.kv.restoring import Restoring
 from penstock.worker.kv.saving import Saving
 from penstock.worker.kv.trays import Trays
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # Trays for writing: this much of the grant, but no more.
 QUEUE_SHARE = 1 / 32
 QUEUE_BYTES = 32 << 20
-READ_BYTES = 8 << 20  # of trays for reading, but two at least
+READ_BYTES = 8 << 20  # of trays for reading, but two at least for each thread that reads
 FLUSH_S = 3.0
 # A disk that was found slower than computing is tried again after this: it may have been busy.
 TRY_AGAIN_S = 600.0
@@ -77,7 +77,7 @@ class Shelf:
         self._size = arena.layout.block_bytes
         self._block_tokens = arena.layout.block_tokens
         writing = max(2, min(QUEUE_BYTES, int(grant_bytes * QUEUE_SHARE)) // self._size)
-        reading = 0 if spec is None else max(2, READ_BYTES // self._size)
+        reading = 0 if spec is None else max(2 * reader_threads(), READ_BYTES // self._size)
         self._trays = Trays(self._size, writing + reading, most_tier_bytes, arena.device)
         self._disk = None if spec is None else DiskReader(spec, self._payload, self._open_writer)
         self._out = copies_for(arena, self._trays, out=True)

@@ -22,13 +22,14 @@ from penstock.worker.kv.prefix import PrefixCache
 from penstock.worker.kv.ranges import RamRange, page_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 EXTENT_BYTES = 64 << 20
+AHEAD_BYTES = 2 << 30  # pinned before it is needed, since a long prompt is quicker than that
 _PIN_AGAIN_S = 30.0  # after memory could not be pinned
 
 
@@ -70,12 +71,15 @@ class TrayMemory:
             raise NotYet
         self._prepare(extent)
 
-    def ask(self, extents: Iterable[int]) -> bool:
-        """Have extents pinned, in this order; False if that has just failed."""
-        if not self._pinning():
+    def ask(self, extents: Sequence[int]) -> bool:
+        """Have extents pinned, in this order; False if there are none, or that has just failed."""
+        if not self._pins or not extents:
+            return False
+        missing = [extent for extent in extents if extent not in self.pinned]
+        if missing and not self._pinning():
             if time.monotonic() < self._not_before:
                 return False
-            self._wanted.extend(extent for extent in extents if extent not in self.pinned)
+            self._wanted.extend(missing)
             self._coming = threading.Thread(target=self._pin, name="kv-pin", daemon=True)
             self._coming.start()
         return True
@@ -165,13 +169,21 @@ class Trays:
         """So many trays, or as many as can be had now; what was in them is given up."""
         count = min(count, self.cache.free)
         try:
-            return self.cache.take(count)
+            taken = self.cache.take(count)
         except NotYet:
             taken = self.cache.take(min(count, self._pool.ready))
         missing = count - len(taken)
-        if self.memory.ask(self._pool.unbacked[: -(-missing // self._extent)]):
-            return taken  # the rest in a moment
-        return taken + self.cache.recycle(missing)
+        if not self._pin_ahead(missing):
+            taken += self.cache.recycle(missing)
+        return taken
+
+    def _pin_ahead(self, missing: int) -> bool:
+        """Have what is missing pinned, and some more; whether any will be there in a moment."""
+        tray_bytes = self.rows.shape[1]
+        wanted = AHEAD_BYTES + (missing - self._pool.ready) * tray_bytes
+        allowed = self._pool.capacity // self._extent - self._pool.committed
+        count = max(0, min(-(-wanted // self.memory.extent_bytes), allowed))
+        return self.memory.ask(self._pool.unbacked[:count])
 
     def grant(self, tier_bytes: int) -> None:
         """Hold so much beside the first trays from now on, as far as what is on its way allows."""

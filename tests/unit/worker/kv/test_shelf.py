@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.tiers import DiskTier, Quota
-from penstock.worker.kv import restoring, trays
+from penstock.worker.kv import disk_reader, restoring, trays
 from penstock.worker.kv import shelf as shelf_module
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
 from penstock.worker.kv.disk_reader import ShelfSpec
@@ -284,3 +284,26 @@ def test_blocks_known_before_the_disk_is_ready_are_saved_too(arena: Arena, spec:
     shelf.start()
     until(lambda: not shelf.offer(lambda key: 1 + key[0]))
     until(lambda: shelf.stats().get("saved") == len(KEYS))
+
+
+def test_threads_that_read_do_not_keep_trays_from_the_block_that_is_next(
+    arena: Arena, spec: ShelfSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(opened(arena, spec), 1)
+    monkeypatch.setattr(shelf_module, "READ_BYTES", 0)
+    monkeypatch.setattr(disk_reader, "reader_threads", lambda: 8)  # of which two have trays
+    monkeypatch.setattr(shelf_module, "reader_threads", lambda: 1)
+    load = DiskTier.load
+
+    def first_is_slow(tier: DiskTier, key: bytes, into: Sequence[Payload]) -> bool:
+        time.sleep(0.02 if key[0] % 4 == 0 else 0.0)
+        return load(tier, key, into)
+
+    monkeypatch.setattr(DiskTier, "load", first_is_slow)
+    monkeypatch.setattr(restoring, "PATIENCE_S", 1.0)
+    shelf = opened(arena, spec)
+    for _ in range(5):
+        receiver = Receiver(40)
+        fetch_all(shelf, receiver, KEYS)
+        assert [more for _, more in receiver.told] == [True] * len(KEYS) + [False]
+        shelf._trays.cache.clear()
