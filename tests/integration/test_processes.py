@@ -332,10 +332,17 @@ def test_the_template_is_replaced_after_its_death_and_its_workers_live_on(tmp_pa
             template = await supervisor.template()
             os.kill(template.pid, signal.SIGKILL)
             await until(lambda: not template.alive)
+            assert supervisor.template_process() is None
+            supervisor.warm()
+            await until(lambda: supervisor.template_process() is not None)
+            born = supervisor.template_process()
             second = await supervisor.start(spec(tmp_path / "m"))
             await second.ready
             assert await answer(first, 3) == [5, 6, 7]
             assert (await supervisor.template()).pid != template.pid
+            # Its memory is ours while it still imports, so it is known from its birth on.
+            assert born is not None
+            assert supervisor.template_process() == (born[0], True)
             await first.stop()
             assert "unknown" in (await first.ended).words
             wait_until_gone(first.pid)
