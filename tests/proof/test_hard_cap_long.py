@@ -21,11 +21,16 @@ TRIED = os.environ.get("PENSTOCK_HARD_CAP_REQUESTS")
 
 
 def run(
-    folder: Path, memory: str, log: Path, count: int, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    memory: str,
+    log: Path,
+    count: int,
+    capsys: pytest.CaptureFixture[str],
+    **settings: str,
 ) -> hard_cap.Report:
     count = int(TRIED or count)
     try:
-        report = hard_cap.run(folder, memory, log, count=count, seed=7)
+        report = hard_cap.run(folder, memory, log, count=count, seed=7, **settings)
     except NoCage as reason:
         pytest.skip(f"no control group to run in: {reason}")
     with capsys.disabled():
@@ -47,6 +52,8 @@ def test_ten_thousand_requests_to_a_model_whose_kv_is_large(
     folder = tmp_path / "models" / "big-kv"
     folder.mkdir(parents=True)
     shapes.write_folder("random:big-kv", folder)
-    report = run(folder, "896MiB", tmp_path / "serve.log", 10_000, capsys)
+    # As in the short form: prompts take many steps.
+    small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
+    report = run(folder, "896MiB", tmp_path / "serve.log", 10_000, capsys, **small)
     assert report.tally.refusals("memory") >= 0.1 * len(report.tally.outcomes)
     assert report.tally.count("alone", "answer") >= 0.05 * len(report.tally.outcomes)
