@@ -31,7 +31,8 @@ class DrainRate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._at_work: dict[object, tuple[float, float]] = {}  # since when, and its share
-        self._service_s: float | None = None  # how long one is usually at work
+        # How long one is usually at work while others wait: alone it is much sooner done.
+        self._service_s: float | None = None
         self._ends: deque[tuple[float, float]] = deque(maxlen=_ENDS_KEPT)  # of this rush
         self._since: float | None = None  # somebody waits from then on
         self._progress_then = 0.0
@@ -62,6 +63,8 @@ class DrainRate:
         now = self._clock()
         since, share = self._at_work.pop(turn)
         self._ends.append((now, share))
+        if self._since is None:
+            return
         known = now - since if self._service_s is None else self._service_s
         self._service_s = known + _SERVICE_SHARE * (now - since - known)
 

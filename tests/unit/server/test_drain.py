@@ -61,6 +61,34 @@ def test_time_without_a_line_is_no_silence_and_the_next_rush_begins_from_the_las
     assert rate.per_s() == pytest.approx(2, rel=0.15)
 
 
+def test_requests_that_came_alone_tell_nothing_of_a_full_batch() -> None:
+    clock = Clock()
+    rate = DrainRate(clock)
+
+    def batches() -> None:
+        """Twelve at once, each as long as a full batch takes."""
+        rate.crowd()
+        for _ in range(4):
+            for turn in (turns := [object() for _ in range(12)]):
+                rate.began(turn)
+            clock.now += 1.0
+            for turn in turns:
+                rate.ended(turn)
+
+    batches()
+    rate.cleared()
+    for _ in range(50):  # a tenth of the time, with nobody beside it
+        turn = object()
+        rate.began(turn)
+        clock.now += 0.1
+        rate.ended(turn)
+    rate.crowd()
+    for _ in range(12):
+        rate.began(object())
+    clock.now += 0.3
+    assert rate.per_s() == pytest.approx(12, rel=0.2)
+
+
 def test_no_place_is_promised_twice() -> None:
     clock = Clock()
     rate = DrainRate(clock)
