@@ -118,6 +118,13 @@ class TemplateProcess:
         try:
             up = await asyncio.wait_for(self._answer, START_TIMEOUT_S)
             assert isinstance(up, Up)
+        except TimeoutError:
+            await self.stop()
+            raise InternalError(
+                "The process that workers are forked from had not finished its imports after "
+                f"{START_TIMEOUT_S:.0f} s; its last words, also in {self._output.path}:\n"
+                f"{self._output.tail()}"
+            ) from None
         except BaseException:
             await self.stop()
             raise
