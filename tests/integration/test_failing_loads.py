@@ -97,7 +97,8 @@ def ask(server: Served, model: str) -> httpx.Response:
 
 def settled(server: Served, pids: set[int] | None = None) -> dict[int, int]:
     """The tree's processes and their memory, once nothing moves; or what is left of the time."""
-    deadline, before = time.monotonic() + 20, {}
+    deadline = time.monotonic() + 20
+    before: dict[int, int] = {}
     while (found := server.processes()) != before or (pids is not None and set(found) != pids):
         if time.monotonic() > deadline:
             break
