@@ -26,6 +26,7 @@ HISTORIES = (
     History("restarts-alone", restarts=True, alone=True),
     History("crowded", pool_tokens=208),
     History("crowded-without-disk", pool_tokens=208, disk=False),
+    History("shaken", pool_tokens=640, shaken=True),
 )
 
 

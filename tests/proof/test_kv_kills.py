@@ -68,6 +68,7 @@ def test_nothing_that_survives_a_kill_is_wrong(
     for kill in range(KILLS):
         command = [sys.executable, "-m", "penstock", "serve", "--json", "--port=0"]
         command += [f"--model={starter_folder.name}", f"--config={home / 'penstock.toml'}"]
+        command += ["--memory=3GiB"]  # so that others on the machine change nothing
         environment = {**os.environ, "PENSTOCK_HOME": str(home)}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert server.stdout is not None

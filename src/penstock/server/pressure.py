@@ -77,7 +77,11 @@ class _Watch:
 
     def read(self) -> Readings:
         """All figures; in a thread. Only copies of the server's own tables are looked at."""
-        pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
+        pids = {"server": os.getpid()}
+        if (template := self.supervisor.template_process()) is not None:
+            # In its first seconds it is ours as well, but not yet what it will come to.
+            pid, up = template
+            pids["template" if up else "starting template"] = pid
         workers = self.residency.workers()
         pids |= {owner_of(name): worker.pid for name, worker in workers.items()}
         self.watchdog.read(workers.values())
@@ -85,7 +89,6 @@ class _Watch:
         self._gauges = {
             owner: known[owner] if owner in known and known[owner].pid == pid else ProcessGauge(pid)
             for owner, pid in pids.items()
-            if pid is not None
         }
         found = {owner: gauge.read() for owner, gauge in self._gauges.items()}
         processes = {owner: reading for owner, reading in found.items() if reading}

@@ -71,7 +71,7 @@ class Child:
 
 
 class TemplateProcess:
-    """One template process, from `start` to its end; a dead one is replaced, not restarted."""
+    """One template process, from `launch` to its end; a dead one is replaced, not restarted."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], control: socket.socket, output: OutputLog
@@ -90,15 +90,15 @@ class TemplateProcess:
         self._reader = loop.create_task(self._read())
 
     @classmethod
-    async def start(cls, preload: Sequence[str], log_path: Path) -> TemplateProcess:
-        """Start one and wait until its imports are done."""
+    def launch(cls, preload: Sequence[str], log_path: Path) -> TemplateProcess:
+        """Start one, which has its imports before it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         output = OutputLog(log_path)
         # The same code from the same places, in the same order, as the server's.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns once the child has started
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.boot", str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 stdout=output.write_fd,
@@ -111,18 +111,27 @@ class TemplateProcess:
                 process_group=0,
             )
         output.handed_over()
-        template = cls(process, ours, output)
+        return cls(process, ours, output)
+
+    async def wait_until_up(self) -> None:
+        """Until its imports are done; it is ended if it cannot have them."""
         try:
-            up = await asyncio.wait_for(template._answer, START_TIMEOUT_S)
+            up = await asyncio.wait_for(self._answer, START_TIMEOUT_S)
             assert isinstance(up, Up)
+        except TimeoutError:
+            await self.stop()
+            raise InternalError(
+                "The process that workers are forked from had not finished its imports after "
+                f"{START_TIMEOUT_S:.0f} s; its last words, also in {self._output.path}:\n"
+                f"{self._output.tail()}"
+            ) from None
         except BaseException:
-            await template.stop()
+            await self.stop()
             raise
-        template.up = up
+        self.up = up
         if up.threads != 1:
             log.warning("the template process has %d threads: workers may hang", up.threads)
         log.info("template process %d is up after %.1f s", up.pid, up.import_s)
-        return template
 
     async def fork(self, order: Fork, fds: Sequence[int]) -> Child:
         """A new worker process, which has its own copies of `fds`."""

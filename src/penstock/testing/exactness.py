@@ -22,7 +22,7 @@ from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -201,6 +201,7 @@ def run(
     count: int,
     *,
     arrive_every: int = 0,
+    between_steps: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Greedy answers of `count` tokens to every prompt, `arrive_every` steps apart (0: at once)."""
     answers: list[list[int]] = [[] for _ in prompts]
@@ -214,6 +215,7 @@ def run(
             assert output.failure is None, output.failure
             answers[output.id] += output.tokens
         engine.check()
+        between_steps()
         steps += 1
     return answers
 
