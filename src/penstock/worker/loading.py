@@ -41,7 +41,7 @@ from penstock.worker.models import attention, verify, weights
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.profile import Bench, Profile, profile, remember
-from penstock.worker.scheduling.scheduler import StepLimits
+from penstock.worker.scheduling.plan import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,9 @@ from penstock.wire import Failure, Finish, Output, Ready, Sampling, Status, Subm
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.memory import StepMemory
 from penstock.worker.scheduling.gate import StepShape
+from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.policy import StepPacer
-from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, Slice
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Scheduler
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:

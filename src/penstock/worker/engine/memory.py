@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.arena import Arena
     from penstock.worker.meter import Meter
     from penstock.worker.profile import Profile
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
