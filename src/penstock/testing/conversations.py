@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ class History:
     disk: bool = True
     alone: bool = False  # one request after the other, so that nothing is shared at once
     pool_tokens: int | None = None  # so little KV that requests give way and blocks are given up
+    device: str = "cpu"
+    tier_bytes: int = 0  # of RAM, on a GPU
+    poisoned: bool = True  # what is given back is overwritten at once
     # The memory for KV falls and rises at random steps, so that the youngest give way wherever
     # they are: in a prompt, in an answer, while blocks are read for them.
     shaken: bool = False
@@ -44,7 +48,7 @@ class Found:
     tally: Tally
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    disk_hits: int = 0
+    tier_hits: int = 0
     preemptions: int = 0
     evictions: int = 0
 
@@ -55,7 +59,7 @@ class Found:
         self.reused_tokens += status.reused_tokens
         self.preemptions += status.preemptions
         self.evictions += status.evictions
-        self.disk_hits += int(status.tier.get("hits", 0))
+        self.tier_hits += int(status.tier.get("hits", 0) + status.tier.get("ram_hits", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,13 @@ def compare(
     chance = random.Random(7)
     prompts = [list(opening) for opening in talk.openings]
     engine: GenerateEngine | None = None
-    with poisoned_blocks():
+    with poisoned_blocks() if history.poisoned else nullcontext():
         for _ in range(talk.turns):
             if engine is None:
-                engine = start_engine(folder, mode, cache=cache)
-                while history.disk and not engine.status().tier:
+                engine = start_engine(
+                    folder, mode, device=history.device, cache=cache, tier_bytes=history.tier_bytes
+                )
+                while history.disk and "saved" not in engine.status().tier:
                     time.sleep(0.01)  # the digest of the weights
             groups = [[prompt] for prompt in prompts] if history.alone else [prompts]
             answers = [

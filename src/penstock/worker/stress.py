@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from penstock.memory.cost import Measured
 from penstock.wire import Sampling, Submit, Thinking
-from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Slice
+from penstock.worker.scheduling.plan import Plan, Slice
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.blocks import BlockPool
     from penstock.worker.meter import Meter
     from penstock.worker.scheduling.gate import StepShape
-    from penstock.worker.scheduling.scheduler import StepLimits
+    from penstock.worker.scheduling.plan import StepLimits
 
 # Measuring is about this good. A heap grows by huge pages, what it hands out depends a little on
 # what came before, and pages are counted per processor and summed up now and then. Of a GPU torch

@@ -108,6 +108,15 @@ class PrefixCache:
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
+    def recycle(self, count: int) -> list[int]:
+        """So many kept blocks or all there are, the least recently used, as new ones with one
+        holder: for those who cannot have more memory now."""
+        count = min(count, len(self._kept))
+        self._give_up(count)
+        blocks = self._pool.take(count)
+        self._holders.update(dict.fromkeys(blocks, 1))
+        return blocks
+
     def share(self, block: int) -> None:
         """One more holder of a known block."""
         self._kept.pop(block, None)
@@ -135,6 +144,23 @@ class PrefixCache:
                 self._kept[block] = None
             else:
                 self._pool.give([block])
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Used now, in the order of a chain: of those that are kept, its end goes first."""
+        for block in reversed(list(blocks)):
+            if block in self._kept:
+                del self._kept[block]
+                self._kept[block] = None
+
+    def kept_blocks(self) -> tuple[int, ...]:
+        """All that nobody holds and that can be found, the least recently used first."""
+        return tuple(self._kept)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Do not keep these any longer; those that somebody holds stay."""
+        for block in blocks:
+            if block in self._kept:
+                self._give_up_one(block)
 
     def shrink(self) -> None:
         """Give up what the pool's limit has no room for."""
@@ -171,11 +197,13 @@ class PrefixCache:
 
     def _give_up(self, count: int) -> None:
         for _ in range(min(count, len(self._kept))):
-            block = next(iter(self._kept))
-            del self._kept[block]
-            self._forget(block)
-            self._pool.give([block])
-            self.evicted += 1
+            self._give_up_one(next(iter(self._kept)))
+
+    def _give_up_one(self, block: int) -> None:
+        del self._kept[block]
+        self._forget(block)
+        self._pool.give([block])
+        self.evicted += 1
 
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block)
