@@ -41,6 +41,7 @@ from penstock.wire import (
     ToWorker,
     WorkerChannel,
 )
+from penstock.worker.priority import behind_others
 
 if TYPE_CHECKING:
     import socket
@@ -150,7 +151,8 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
     progress = _Progress(channel)
     try:
         module = importlib.import_module(engine_module)
-        engine: Engine = module.load_engine(spec, progress)
+        with behind_others():
+            engine: Engine = module.load_engine(spec, progress)
     except (PenstockError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
