@@ -131,6 +131,11 @@ class GenerateEngine:
         What has been taken in can always be finished: below what the largest request here may
         come to the arena does not go, and `kv_limit_bytes` says where it stopped.
         """
+        if self.shelf is not None:
+            self.shelf.grant(tier_bytes)
+        return self._hold(kv_bytes, step_bytes)
+
+    def _hold(self, kv_bytes: int, step_bytes: int) -> int:
         before = self._arena.committed_bytes
         least = max(2, self._scheduler.least_blocks() + 1)
         # Memory comes in whole extents: what is held for one block of it serves the others too.
@@ -142,8 +147,6 @@ class GenerateEngine:
         if self._arena.committed_bytes > self.kv_limit_bytes():
             self._return_extents()
         self._memory.grant(max(self.kv_limit_bytes(), self._arena.committed_bytes), step_bytes)
-        if self.shelf is not None:
-            self.shelf.grant(tier_bytes)
         return before - self._arena.committed_bytes
 
     def shed(self, size: int) -> int:
@@ -151,8 +154,9 @@ class GenerateEngine:
         before = self._arena.committed_bytes
         freed = self._memory.relieve()
         self._return_extents()
-        kv_bytes = max(0, self.kv_limit_bytes() - size)
-        self.grant(kv_bytes, self._memory.gate.granted_bytes, self.tier_limit_bytes())
+        self._hold(max(0, self.kv_limit_bytes() - size), self._memory.gate.granted_bytes)
+        if self.shelf is not None:
+            self.shelf.trim()
         return freed + before - self._arena.committed_bytes
 
     def kv_limit_bytes(self) -> int:

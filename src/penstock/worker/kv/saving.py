@@ -7,6 +7,7 @@ given up there; what a disk is too slow for is kept in RAM only, or not at all.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Saving:
         self._most_waiting = most_waiting
         # In order of arrival, each block in one of these:
         self._waiting: dict[bytes, None] = {}  # in the arena
+        self._since: dict[bytes, int] = {}  # of all of these but the last: when they came, in ns
         self._leaving: dict[bytes, int] = {}  # on the way to its tray
         self._unwritten: dict[bytes, int] = {}  # in its tray, to be written
         self._writing: dict[bytes, int] = {}  # in the writer's hands
@@ -56,8 +58,14 @@ class Saving:
     def add(self, key: bytes) -> None:
         """A block is worth saving."""
         self._waiting[key] = None
+        self._since.setdefault(key, time.time_ns())
         if len(self._waiting) > self._most_waiting:
-            del self._waiting[next(iter(self._waiting))]
+            self._forget(next(iter(self._waiting)))
+
+    def _forget(self, key: bytes) -> None:
+        del self._waiting[key]
+        if key not in self._leaving and key not in self._unwritten:
+            self._since.pop(key, None)
 
     def go_on(self, find: Callable[[bytes], int | None], *, to_disk: bool) -> None:
         """Start what can be started. `find` knows where blocks lie now, and which are gone."""
@@ -93,7 +101,7 @@ class Saving:
             return chosen
         for key in list(itertools.islice(self._waiting, 2 * most)):
             if find(key) is None or self._is_saved(key):
-                del self._waiting[key]
+                self._forget(key)
             else:
                 chosen.append(key)
                 if len(chosen) == most:
@@ -114,6 +122,7 @@ class Saving:
                 self._unwritten[key] = tray
             else:
                 done.append(tray)
+                self._since.pop(key, None)
         cache.give(done)
 
     def _write(self) -> None:
@@ -128,11 +137,14 @@ class Saving:
                 break
             del self._unwritten[key]
             self._writing[key] = tray
-            if not self.writer.offer(key, self._payload(tray), self._release(key)):
+            # A clear since then means this block too.
+            since = self._since.pop(key, None)
+            if not self.writer.offer(key, self._payload(tray), self._release(key), since):
                 self._trays.cache.give([self._writing.pop(key)])
         while len(self._unwritten) > most:
             key = next(iter(self._unwritten))
             self._trays.cache.give([self._unwritten.pop(key)])
+            self._since.pop(key, None)
             self.overtaken += 1
 
     def _release(self, key: bytes) -> Callable[[Outcome], None]:

@@ -108,6 +108,10 @@ class Shelf:
         """Let the tier in RAM hold so much from now on."""
         self._trays.grant(tier_bytes)
 
+    def trim(self) -> None:
+        """Give back what was in use when it was to be given back."""
+        self._trays.trim()
+
     def keep(self, key: bytes) -> None:
         """A block is known under this key: it is worth saving."""
         in_ram = self._trays.cache.find(key) is not None

@@ -185,15 +185,20 @@ class Trays:
         count = max(0, min(-(-wanted // self.memory.extent_bytes), allowed))
         return self.memory.ask(self._pool.unbacked[:count])
 
+    def trim(self) -> None:
+        """Give back what could not be given when it was asked for."""
+        self.grant(self._granted)
+
     def grant(self, tier_bytes: int) -> None:
         """Hold so much beside the first trays from now on, as far as what is on its way allows."""
         self._granted = tier_bytes
         allowed = 1 + tier_bytes // self.memory.extent_bytes
-        grows = allowed * self._extent >= self._pool.capacity
+        shrinks = allowed * self._extent < self._pool.capacity
         self._pool.set_limit(allowed * self._extent)
-        if grows:
+        if shrinks:
+            self.memory.finish()
+        if len(self.memory.pinned) <= allowed:
             return
-        self.memory.finish()
         for extent in self.memory.pinned.difference(self._pool.backed):
             self.memory.decommit(extent)  # it came too late
         # Trays are filled one after the other: what lies together is about as old.

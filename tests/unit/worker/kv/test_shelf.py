@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.tiers import DiskTier, Quota
+from penstock.tiers import DiskTier, Quota, Store
 from penstock.worker.kv import disk_reader, restoring, trays
 from penstock.worker.kv import shelf as shelf_module
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
@@ -307,3 +307,33 @@ def test_threads_that_read_do_not_keep_trays_from_the_block_that_is_next(
         fetch_all(shelf, receiver, KEYS)
         assert [more for _, more in receiver.told] == [True] * len(KEYS) + [False]
         shelf._trays.cache.clear()
+
+
+def test_what_was_computed_before_a_clear_is_not_written_after_it(
+    arena: Arena, spec: ShelfSpec
+) -> None:
+    shelf = opened(arena, spec)
+    for key in KEYS[:6]:
+        shelf.keep(key)
+    time.sleep(0.001)
+    Store(spec.directory, spec.quota).clear()
+    for key in KEYS[6:]:
+        shelf.keep(key)
+    until(lambda: not shelf.offer(lambda key: 1 + key[0]))
+    until(lambda: shelf.stats()["saved"] + shelf.stats()["cancelled"] == len(KEYS))
+    assert shelf.stats()["saved"] == 6
+    assert not shelf._saving._since
+
+
+def test_memory_that_was_in_use_is_given_back_later(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(60)]
+    for key in keys:
+        roomy.keep(key)
+    until(lambda: not roomy.offer(lambda key: 1 + key[0]))
+    ticket = roomy.fetch(keys)
+    roomy.grant(0)
+    assert roomy.tier_bytes > 0, "trays that are wanted were taken away"
+    roomy.drop(ticket)
+    roomy.trim()
+    assert roomy.tier_bytes == 0
