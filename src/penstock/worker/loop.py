@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -151,7 +152,7 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
     progress = _Progress(channel)
     try:
         module = importlib.import_module(engine_module)
-        with behind_others():
+        with behind_others() if spec.yields else nullcontext():
             engine: Engine = module.load_engine(spec, progress)
     except (PenstockError, BrokenPipeError, ConnectionResetError):
         raise
