@@ -51,6 +51,7 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     step_target_s: float | None = None  # chunks shrink to keep a step near this
     threads: int | None = None  # CPU threads; None: the machine's cores
     trust_remote_code: bool = False
+    yields: bool = False  # other models serve, and come first while this one is loaded
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

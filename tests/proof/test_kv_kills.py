@@ -97,6 +97,7 @@ def test_nothing_that_survives_a_kill_is_wrong(
         children = workers_of(server.pid)
         server.send_signal(signal.SIGKILL)
         server.wait(30)
+        server.stdout.close()
         asking.join()
         deadline = time.monotonic() + 30
         while any(Path(f"/proc/{child}").exists() for child in children):

@@ -21,6 +21,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from penstock.catalog import Card  # noqa: TC001 - a NamedTuple's fields are read at run time
 from penstock.catalog.scan import file_marks
 from penstock.errors import InternalError, ModelTooLarge, Overloaded, PenstockError, WorkerLost
@@ -330,6 +332,7 @@ class Residency:
         holding = Holding(self.ledger, plan, booking)
         largest = largest_kv(self.ledger.snapshot(), plan.room(), self.room.residents())
         spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
+        spec = msgspec.structs.replace(spec, yields=bool(self.tenants()))
         self.events.add(
             "restart" if model.restarting else "load",
             model=model.name,

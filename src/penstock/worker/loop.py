@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -41,6 +42,7 @@ from penstock.wire import (
     ToWorker,
     WorkerChannel,
 )
+from penstock.worker.priority import behind_others
 
 if TYPE_CHECKING:
     import socket
@@ -150,7 +152,8 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
     progress = _Progress(channel)
     try:
         module = importlib.import_module(engine_module)
-        engine: Engine = module.load_engine(spec, progress)
+        with behind_others() if spec.yields else nullcontext():
+            engine: Engine = module.load_engine(spec, progress)
     except (PenstockError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
