@@ -132,7 +132,7 @@ def _in_slices(activation: Activation) -> Activation:
     """Any other, in place as well: a copy of a few rows at a time."""
 
     def activate(inner: Tensor) -> Tensor:
-        for some in inner.view(-1, inner.shape[-1]).split(_ACTIVATED_ROWS):
+        for some in torch.split(inner.view(-1, inner.shape[-1]), _ACTIVATED_ROWS):
             some.copy_(activation(some))
         return inner
 

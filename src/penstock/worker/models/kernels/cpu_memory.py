@@ -28,7 +28,7 @@ class Between:
         if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = None  # before there is another
             self._memory = torch.empty(sum(sizes))
-        pieces = self._memory[: sum(sizes)].split(sizes)
+        pieces = torch.split(self._memory[: sum(sizes)], sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def drop_behind(self, model: nn.Module) -> None:
