@@ -198,11 +198,10 @@ class Holding:
     def _uncommitted_bytes(self) -> int:
         """KV in RAM that is booked and certainly not in use: known while the worker rests."""
         client = self._client
-        if client is None or client.status is None or client.open_requests:
+        # What a GPU model keeps in RAM grows by itself, also while it rests.
+        if self.domain != "ram" or client is None or client.status is None or client.open_requests:
             return 0
-        if self.domain == "ram":
-            return max(self.kv_bytes - client.status.kv_committed_bytes, 0)
-        return max(self.tier_bytes - int(client.status.tier.get("ram_held_bytes", 0)), 0)
+        return max(self.kv_bytes - client.status.kv_committed_bytes, 0)
 
     def forget_surprises(self) -> None:
         """Give back what is kept for a process that was once larger than expected."""

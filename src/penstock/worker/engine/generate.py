@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _PROBE_ID = -1
 # While blocks are being read and there is nothing to compute; and while some wait to be written.
 _READ_WAIT_S = 0.05
-_TIDY_S = 0.005
+_TIDY_S = 0.01
 # Steps after which memory that could not be had for KV is asked for again.
 _COMMIT_AGAIN_STEPS = 64
 # Attempts at one step, each smaller than the one before: more than there are halvings of it.
@@ -282,12 +282,12 @@ class GenerateEngine:
         plan: Plan | None = None
         try:
             plan = self._plan()
-            if not plan.slices and self.shelf is not None and self._scheduler.reads():
-                self.shelf.wait(_READ_WAIT_S)
-                outputs += self._land(None)
-                return True
             if self._flying is not None and not plan.slices:
                 outputs += self._land(None)  # whatever there is to do waits for its tokens
+                return True
+            if not plan.slices and self.shelf is not None and self._scheduler.reads():
+                self.shelf.deliver(self._scheduler)  # for those who have just asked
+                self.shelf.wait(_READ_WAIT_S)
                 return True
             if self._refuse_the_impossible(plan, outputs):
                 return False

@@ -126,7 +126,10 @@ class DiskReader:
         errand, index = self._asked.get()
         if errand.dropped or index >= errand.end:
             return tray
-        whole = self.tier.load(errand.keys[index], self._payload(tray))
+        try:
+            whole = self.tier.load(errand.keys[index], self._payload(tray))
+        except MemoryError:  # of this process, while a step has all of it
+            whole = False
         self.arrived.append((errand, index, tray if whole else None))
         self.news.set()
         return None if whole else tray

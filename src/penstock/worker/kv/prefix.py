@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._holders: dict[int, int] = {}  # how many; no block has none
-        self._kept: dict[int, None] = {}  # known and held by nobody, least recently used first
+        # Known and held by nobody, least recently used first. To take the first of a plain dict
+        # costs as much as it has lost before.
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self.evicted = 0
 
     @property
@@ -149,8 +152,11 @@ class PrefixCache:
         """Used now, in the order of a chain: of those that are kept, its end goes first."""
         for block in reversed(list(blocks)):
             if block in self._kept:
-                del self._kept[block]
-                self._kept[block] = None
+                self._kept.move_to_end(block)
+
+    def held_blocks(self) -> Iterable[int]:
+        """All that somebody holds."""
+        return self._holders.keys()
 
     def kept_blocks(self) -> tuple[int, ...]:
         """All that nobody holds and that can be found, the least recently used first."""
@@ -178,7 +184,7 @@ class PrefixCache:
     def rename(self, moves: dict[int, int]) -> None:
         """Blocks have been copied elsewhere: old number to new."""
         self._holders = {moves.get(block, block): n for block, n in self._holders.items()}
-        self._kept = {moves.get(block, block): None for block in self._kept}
+        self._kept = OrderedDict.fromkeys(moves.get(block, block) for block in self._kept)
         self._keys = {moves.get(block, block): key for block, key in self._keys.items()}
         self._blocks = {key: moves.get(block, block) for key, block in self._blocks.items()}
 

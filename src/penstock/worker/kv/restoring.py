@@ -35,6 +35,7 @@ IN_BYTES = 1 << 30
 BATCH_BYTES = 128 << 20
 # After so long without a block the disk is taken to hang, and what is awaited is computed.
 PATIENCE_S = 5.0
+HUNG_S = 60.0  # then it is tried again, even if it has said nothing
 
 
 class Restoring:
@@ -49,7 +50,7 @@ class Restoring:
         read_trays: int,
     ) -> None:
         self.copy_rate = Rate()
-        self.hung = False  # nothing is asked of the disk until it answers
+        self._hung_at: float | None = None  # when the disk was last found to say nothing
         self.ram_hits = 0
         self.restored_bytes = 0
         self.restored_s = 0.0  # from the errand to its end
@@ -59,19 +60,22 @@ class Restoring:
         self._leaving = leaving  # of other blocks, which may have had these places before
         self._disk = disk
         self._read_trays = read_trays
-        self._with_reader = 0  # trays that it reads into, or that were read and are not yet copied
         self._errands: dict[int, Errand] = {}
         self._tickets = 0
         self._heard_at = 0.0
 
-    def supply(self) -> None:
-        """See that the reader has trays."""
-        while self._disk is not None and self._with_reader < self._read_trays:
-            trays = self._trays.take(1)
-            if not trays:
-                return
-            self._with_reader += 1
-            self._disk.trays.put(trays[0])
+    def open(self) -> None:
+        """Give the reader its trays, of those that are always there: what is read is kept in RAM
+        only when it has come to the arena, as all that does."""
+        if self._disk is not None:
+            for tray in self._trays.take(self._read_trays):
+                self._disk.trays.put(tray)
+            self._disk.start()
+
+    @property
+    def hung(self) -> bool:
+        """Whether nothing is asked of the disk: until it answers, or for a while."""
+        return self._hung_at is not None and time.monotonic() - self._hung_at < HUNG_S
 
     def fetch(self, keys: list[bytes]) -> int:
         """Have blocks brought, in order; the ticket under which they arrive."""
@@ -109,15 +113,14 @@ class Restoring:
                 pass
             if errand.landed == errand.end:
                 self._end(errand, receiver)
-        self.supply()
         if self._reads() and time.monotonic() - self._heard_at > PATIENCE_S:
-            self.hung = True
+            self._hung_at = time.monotonic()
             for errand in [errand for errand in self._errands.values() if errand.read]:
                 self._end(errand, receiver)
 
     def wait(self, seconds: float) -> None:
         """Until something arrives."""
-        if not self._copies.wait() and self._disk is not None:
+        if not self._copies.wait() and self._disk is not None and self._reads():
             self._disk.news.wait(seconds)
 
     def _reads(self) -> bool:
@@ -136,7 +139,7 @@ class Restoring:
         disk.news.clear()
         while disk.arrived:
             errand, index, tray = disk.arrived.popleft()
-            self._heard_at, self.hung = time.monotonic(), False
+            self._heard_at, self._hung_at = time.monotonic(), None
             if tray is None:
                 errand.end = min(errand.end, index)
                 continue
@@ -178,15 +181,15 @@ class Restoring:
                 receiver.arrived(errand.ticket, more=True)
 
     def _put_back(self, errand: Errand, indexes: Iterable[int]) -> None:
-        """Trays have been copied from, or will not be: they keep what is in them."""
-        cache, trays = self._trays.cache, []
+        """Trays have been copied from, or will not be."""
+        kept = []
         for index in indexes:
             tray = errand.trays.pop(index)
-            trays.append(tray)
-            if index in errand.read:
-                self._with_reader -= 1
-                cache.know(tray, errand.keys[index])
-        cache.give(trays)
+            if index not in errand.read:
+                kept.append(tray)
+            elif self._disk is not None:
+                self._disk.trays.put(tray)
+        self._trays.cache.give(kept)
 
     def _end(self, errand: Errand, receiver: Receiver) -> None:
         if errand.ticket in self._errands:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class Saving:
         self._write_trays = write_trays
         self._most_waiting = most_waiting
         # In order of arrival, each block in one of these:
-        self._waiting: dict[bytes, None] = {}  # in the arena
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()  # in the arena
         self._since: dict[bytes, int] = {}  # of all of these but the last: when they came, in ns
         self._leaving: dict[bytes, int] = {}  # on the way to its tray
-        self._unwritten: dict[bytes, int] = {}  # in its tray, to be written
+        self._unwritten: OrderedDict[bytes, int] = OrderedDict()  # in its tray, to be written
         self._writing: dict[bytes, int] = {}  # in the writer's hands
         self._written: deque[bytes] = deque()  # told by the writer's thread
         self.overtaken = 0  # that were not written because more came than the disk could take
@@ -82,7 +82,7 @@ class Saving:
                 self._copies.start(
                     pairs, lambda _: self._in_trays(list(blocks), to_disk), self._copies.mark()
                 )
-        self._write()
+        self._write(to_disk=to_disk)
 
     def _room(self, *, to_disk: bool) -> int:
         """How many blocks may leave now."""
@@ -109,7 +109,8 @@ class Saving:
         return chosen
 
     def _is_saved(self, key: bytes) -> bool:
-        return key in self._leaving or self._trays.cache.find(key) is not None
+        on_its_way = key in self._leaving or key in self._unwritten or key in self._writing
+        return on_its_way or self._trays.cache.find(key) is not None
 
     def _in_trays(self, keys: list[bytes], to_disk: bool) -> None:
         """The copies have ended: whoever wants the blocks finds them."""
@@ -125,11 +126,13 @@ class Saving:
                 self._since.pop(key, None)
         cache.give(done)
 
-    def _write(self) -> None:
+    def _write(self, *, to_disk: bool) -> None:
         """Offer to the writer what it has room for. It holds a tray until it is written."""
         most = self._write_trays
         if self._trays.keeps:
             most = max(most, self._trays.cache.capacity // _UNWRITTEN_SHARE)
+        if self.writer is None and not to_disk:
+            most = 0  # there will be none
         while self._unwritten and len(self._writing) < self._write_trays:
             key = next(iter(self._unwritten))
             tray = self._unwritten[key]

@@ -43,7 +43,7 @@ QUEUE_SHARE = 1 / 32
 QUEUE_BYTES = 32 << 20
 READ_BYTES = 8 << 20  # of trays for reading, but two at least for each thread that reads
 FLUSH_S = 3.0
-# A disk that was found slower than computing is tried again after this: it may have been busy.
+# What was found slower than computing is tried again after this: it may have been busy.
 TRY_AGAIN_S = 600.0
 _RATE_TOKENS = 1 << 15  # computed, after which an older measurement counts half
 
@@ -85,7 +85,7 @@ class Shelf:
         self._saving = Saving(self._trays, self._out, self._payload, writing, arena.blocks)
         self._restoring = Restoring(self._trays, self._in, self._out, self._disk, reading)
         self._computing = _ComputeRate()
-        self._read_at = -TRY_AGAIN_S
+        self._read_at = self._copied_at = -TRY_AGAIN_S
         self._notices: deque[str] = deque()
 
     @property
@@ -100,9 +100,7 @@ class Shelf:
 
     def start(self) -> None:
         """Look at the disk, when nothing is measured any more that a thread would disturb."""
-        if self._disk is not None:
-            self._restoring.supply()
-            self._disk.start()
+        self._restoring.open()
 
     def grant(self, tier_bytes: int) -> None:
         """Let the tier in RAM hold so much from now on."""
@@ -130,7 +128,7 @@ class Shelf:
     def covers(self, keys: list[bytes]) -> int:
         """How many of the keys, from the first on, are sooner brought than computed."""
         find, tier = self._trays.cache.find, self._disk_tier
-        ram = self._pays(self._restoring.copy_rate.per_s)
+        ram = self._pays(self._restoring.copy_rate.per_s, self._copied_at)
         disk = tier is not None and not self._restoring.hung and self._disk_pays()
         for count, key in enumerate(keys):
             in_ram = ram and find(key) is not None
@@ -148,6 +146,7 @@ class Shelf:
             tier.touch(keys)
             if any(self._trays.cache.find(key) is None for key in keys):
                 self._read_at = time.monotonic()
+        self._copied_at = time.monotonic()
         return self._restoring.fetch(keys)
 
     def touch(self, keys: list[bytes]) -> None:
@@ -222,17 +221,17 @@ class Shelf:
     def _disk_tier(self) -> DiskTier | None:
         return None if self._disk is None else self._disk.tier
 
-    def _pays(self, bytes_per_s: float | None) -> bool:
-        """Whether a block comes sooner at this rate than by computing; what is not known, does."""
+    def _pays(self, bytes_per_s: float | None, used_at: float) -> bool:
+        """Whether a block comes sooner at this rate, last measured then, than by computing; what is
+        not known any more, does."""
         tokens_per_s = self._computing.per_s
-        if bytes_per_s is None or tokens_per_s is None:
+        old = time.monotonic() - used_at > TRY_AGAIN_S
+        if bytes_per_s is None or tokens_per_s is None or old:
             return True
         return self._size / bytes_per_s < self._block_tokens / tokens_per_s
 
     def _disk_pays(self) -> bool:
-        if self._disk is None or time.monotonic() - self._read_at > TRY_AGAIN_S:
-            return True
-        return self._pays(self._disk.bytes_per_s)
+        return self._disk is not None and self._pays(self._disk.bytes_per_s, self._read_at)
 
     def _payload(self, tray: int) -> list[Payload]:
         return [Payload("attention", self._trays.rows[tray].numpy().data)]

@@ -104,10 +104,12 @@ class TrayMemory:
     def _pin(self) -> None:
         try:
             while self._wanted:
-                self._prepare(self._wanted.popleft())
+                extent = self._wanted.popleft()
+                if extent not in self.pinned:
+                    self._prepare(extent)
         except IndexError:
             return  # it is not wanted any more
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             self._wanted.clear()
             self._not_before = time.monotonic() + _PIN_AGAIN_S
             log.warning(
@@ -203,9 +205,10 @@ class Trays:
             self.memory.decommit(extent)  # it came too late
         # Trays are filled one after the other: what lies together is about as old.
         latest = {tray // self._extent: age for age, tray in enumerate(self.cache.kept_blocks())}
-        others = [extent for extent in self._pool.backed if extent]
+        in_use = {tray // self._extent for tray in self.cache.held_blocks()} | {0}
+        others = [extent for extent in self._pool.backed if extent not in in_use]
         oldest = sorted(others, key=lambda extent: latest.get(extent, -1))
-        for extent in oldest[: self._pool.committed - allowed]:
+        for extent in oldest[: max(0, self._pool.committed - allowed)]:
             self.cache.give_up(range(extent * self._extent, (extent + 1) * self._extent))
         self.cache.shrink()
         self._pool.return_empty_extents()

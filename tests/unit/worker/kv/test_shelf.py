@@ -337,3 +337,27 @@ def test_memory_that_was_in_use_is_given_back_later(arena: Arena, roomy: Shelf) 
     roomy.drop(ticket)
     roomy.trim()
     assert roomy.tier_bytes == 0
+
+
+def test_a_tray_in_use_does_not_keep_the_others_memory(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(60)]
+    for key in keys:
+        roomy.keep(key)
+        roomy.offer(lambda key: 1 + key[0])
+    roomy.fetch(keys[:1] + keys[30:31])  # held until they are copied
+    before = roomy.stats()["ram_held_bytes"]
+    roomy.grant(int(before) - 8 * LAYOUT.block_bytes)
+    after = roomy.stats()["ram_held_bytes"]
+    assert after == before - 8 * LAYOUT.block_bytes
+    assert roomy.covers(keys[:1]) == roomy.covers(keys[30:31]) == 1
+
+
+def test_a_little_less_does_not_cost_everything(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(20)]
+    for key in keys:
+        roomy.keep(key)
+        roomy.offer(lambda key: 1 + key[0])
+    roomy.grant(48 * LAYOUT.block_bytes)  # more than is in use
+    assert all(roomy.covers([key]) for key in keys)
