@@ -511,7 +511,8 @@ def test_a_model_that_is_always_busy_makes_room_in_the_end(tmp_path: Path) -> No
                 served.append("b")
 
         streams = [asyncio.create_task(stream())]
-        await asyncio.sleep(0.2)
+        while not served:
+            await asyncio.sleep(0.01)
         streams.append(asyncio.create_task(stream()))
         async with asyncio.timeout(20):
             await other()
