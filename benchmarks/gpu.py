@@ -58,7 +58,7 @@ def experts() -> None:
 
 
 def serve() -> None:
-    """Ready times are in the server's own log lines."""
+    """Ready times are in the worker's own log lines."""
     with tempfile.TemporaryDirectory() as home:
         with _server(Path(home)):
             pass  # measures and stores its profile
@@ -137,7 +137,7 @@ def _server(home: Path) -> Iterator[None]:
         log.close()
         for file in (home / "server.log", *(home / "logs").glob("*.log")):
             lines = file.read_text(errors="replace").splitlines()
-            told = [line for line in lines if " is ready on " in line or "profile took" in line]
+            told = [line for line in lines if "loaded in" in line]
             print("\n".join(told), flush=True)
 
 

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -221,6 +222,9 @@ def _server(options: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
         finally:
             process.terminate()
             process.wait(60)
+            for file in (Path(folder) / "logs").glob("*.log"):
+                lines = file.read_text(errors="replace").splitlines()
+                print("\n".join(line for line in lines if "steps hold" in line), flush=True)
 
 
 if __name__ == "__main__":

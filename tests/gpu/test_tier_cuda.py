@@ -148,14 +148,16 @@ def test_a_step_waits_for_the_copy_of_a_block_that_it_writes(arena: Arena) -> No
 
 def test_ram_that_is_taken_back_is_given_back(arena: Arena) -> None:
     shelf = Shelf(arena, None, 1 << 30, 1 << 30)
-    before = read_process(os.getpid())
-    shelf.grant(1 << 30)
-    for block in range(1, 600):
-        shelf.keep(key(block))
-    until(lambda: not shelf.offer(lambda name: int.from_bytes(name, "little")))
-    assert shelf.stats()["ram_held_bytes"] > 600 * MIB
-    shelf.grant(0)
-    assert shelf.stats()["ram_held_bytes"] == shelf.tier_bytes == 0
-    after = read_process(os.getpid())
-    if before is not None and after is not None:  # some systems do not tell
-        assert after.anonymous_bytes - before.anonymous_bytes < 64 * MIB
+    held = []
+    for turn in range(3):
+        shelf.grant(1 << 30)
+        for block in range(1, 600):
+            shelf.keep(key(1000 * turn + block))
+        until(lambda: not shelf.offer(lambda name: int.from_bytes(name, "little") % 1000))
+        assert shelf.stats()["ram_held_bytes"] > 600 * MIB
+        shelf.grant(0)
+        assert shelf.stats()["ram_held_bytes"] == shelf.tier_bytes == 0
+        held.append(read_process(os.getpid()))
+    # The first turn also brings what the device's libraries keep.
+    if held[0] is not None and held[-1] is not None:  # some systems do not tell
+        assert held[-1].anonymous_bytes - held[0].anonymous_bytes < 16 * MIB
