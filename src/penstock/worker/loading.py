@@ -87,6 +87,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     clock.ended("weights")
     kernels = kernels_for(device, dtype)
     kernels.adopt(model)
+    _leave_the_weights_stream(device)
     window = _window(text, spec)
     fingerprint = profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS)
     proven = profile_store.load(spec.profile_dir, fingerprint) if device.type == "cpu" else None
@@ -139,6 +140,19 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     ready.load_s = sum(clock.phases.values())
     log.info("loaded in %.2f s: %s", ready.load_s, clock.phases)
     return engine
+
+
+def _leave_the_weights_stream(device: torch.device) -> None:
+    """Compute on another stream from now on.
+
+    Torch's allocator has memory for each stream apart. Where weights were packed there are holes
+    between them: steps of some sizes would settle there, others find them too small and take more
+    beside them, and what steps hold together would be more than the largest of them.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(stream)
 
 
 def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:

@@ -22,6 +22,7 @@ from penstock.errors import ModelTooLarge
 from penstock.memory.cost import CostModel, Measured, fit
 from penstock.worker import profile_store
 from penstock.worker.caps import exhausted
+from penstock.worker.engine.sampler import rows_at_once
 from penstock.worker.profile_store import StoredProfile
 from penstock.worker.stress import Reach, Stress, Trial
 
@@ -318,7 +319,14 @@ def _reach(bench: Bench, limits: StepLimits) -> Reach:
     most_bytes = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
     tokens = spec.kv_tokens or most_bytes // bench.arena.layout.token_bytes
     total = max(2, min(tokens, (bench.arena.blocks - 1) * limits.block_tokens))
-    return Reach(limits, min(bench.window, total), total, bench.routes, bench.arena.in_ram)
+    return Reach(
+        limits=limits,
+        longest=min(bench.window, total),
+        total=total,
+        routes=bench.routes,
+        in_ram=bench.arena.in_ram,
+        sampled=rows_at_once(bench.arena.device.type, bench.vocabulary),
+    )
 
 
 def _limits(asked: StepLimits, tokens: int) -> StepLimits:

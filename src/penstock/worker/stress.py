@@ -81,6 +81,7 @@ class Reach:
     total: int  # the tokens that can be held
     routes: bool  # tokens go to experts, so that it matters which tokens they are
     in_ram: bool  # where decodes read KV in place, and a full batch of long ones takes seconds
+    sampled: int  # rows that the sampler takes at once; with more it needs no more memory
 
     @property
     def far(self) -> int:
@@ -133,8 +134,7 @@ class Reach:
         yield Trial(chunk=whole, context=far)
         yield Trial(decodes=1)
         yield self.full_decode()
-        # From some rows on the sampler takes them in slices and needs no more memory.
-        yield Trial(min(8, limits.sequences), self.each, demanding=True)
+        yield Trial(min(max(8, self.sampled), limits.sequences), self.each, demanding=True)
         yield Trial(chunk=self.chunk_at(longest), context=longest)
         yield Trial(chunk=least, context=least)
         if self.routes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.sequence import Sequence
 
 _MASK = (1 << 64) - 1
-_SLICE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}  # of logits worked on at once
+_SLICE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}  # of logits worked on at once
 _COLDEST = 1e-30  # a temperature that float32 can still divide by
 
 
@@ -64,6 +64,8 @@ def choose(
     rows: list[int] | None = None,
 ) -> Tensor:
     """The tokens, on the logits' device. Waits for nothing, but for `wants_host` sequences."""
+    if masks is None and rows is None and all(map(_is_plain, sequences)):
+        return logits.argmax(dim=-1)  # which needs no memory, so no slices
     parts = [_choose_slice(*portion) for portion in _portions(logits, sequences, masks, rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -104,8 +106,13 @@ def chosen_logprobs(
     ]
 
 
+def rows_at_once(device: str, vocabulary: int) -> int:
+    """Up to so many rows, more of them take more memory."""
+    return max(1, _SLICE_ELEMENTS[device] // vocabulary)
+
+
 def _slices(count: int, logits: Tensor) -> list[slice]:
-    rows = max(1, _SLICE_ELEMENTS[logits.device.type] // logits.shape[1])
+    rows = rows_at_once(logits.device.type, logits.shape[1])
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
@@ -196,6 +203,10 @@ def _apply_masks(logits: Tensor, masked: dict[int, Bits]) -> None:
         logits[row].masked_fill_(allowed[place] == 0, float("-inf"))
 
 
+def _is_plain(sequence: Sequence) -> bool:
+    return sequence.request.sampling.temperature <= 0 and not _reshapes(sequence)
+
+
 def _reshapes(sequence: Sequence) -> bool:
     how = sequence.request.sampling
     return (
@@ -243,8 +254,10 @@ def _draw(rows: Tensor, sequences: list[Sequence]) -> Tensor:
     )[:, :, None]
     temperatures, shares, floors = knobs[:3].to(rows.dtype).unbind()
     # The best logit becomes 0 first: divided by ever so little it stays 0 and the rest falls away.
-    below = rows - rows.amax(dim=-1, keepdim=True)
-    probabilities = torch.softmax(below / temperatures.clamp_min(_COLDEST), dim=-1)
+    # What is not wanted any more goes at once: this is the highest point of many a step.
+    scaled = (rows - rows.amax(dim=-1, keepdim=True)).div_(temperatures.clamp_min(_COLDEST))
+    probabilities = torch.softmax(scaled, dim=-1)
+    del scaled
     if any(how.top_k > 0 for how in hows):
         widest = min(max(how.top_k for how in hows), width)
         _keep_top_k(probabilities, knobs[4].long(), widest)
@@ -253,7 +266,7 @@ def _draw(rows: Tensor, sequences: list[Sequence]) -> Tensor:
     if any(how.min_p > 0.0 for how in hows):
         best = probabilities.amax(dim=-1, keepdim=True)
         probabilities.masked_fill_(probabilities < floors * best, 0.0)
-    cumulative = probabilities.double().cumsum(dim=-1)
+    cumulative = probabilities.double().cumsum_(dim=-1)
     # Strictly below the total, so that rounding never falls past the last possible token.
     total = cumulative[:, -1:]
     targets = torch.minimum(knobs[3] * total, torch.nextafter(total, torch.zeros_like(total)))
