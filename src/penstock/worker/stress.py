@@ -92,6 +92,11 @@ class Reach:
         limits = self.limits
         return min(limits.tokens, context, max(FLOOR_TOKENS, limits.pairs // context))
 
+    def _behind(self, chunk: int) -> int:
+        """A context at whose end a shorter chunk is tried: in RAM the longest that it may have."""
+        most = self.limits.pairs // chunk if self.in_ram else chunk
+        return min(self.longest, max(chunk, most))
+
     @property
     def each(self) -> int:
         """The context of each of a full batch of decodes."""
@@ -145,10 +150,9 @@ class Reach:
         yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(scored=self.scored, scored_context=longest)
         yield Trial(limits.sequences)
-        if whole // 4 > least:
-            yield Trial(chunk=whole // 4, context=whole // 4)
-        if whole > _BEYOND_A_PANEL:
-            yield Trial(chunk=_BEYOND_A_PANEL, context=_BEYOND_A_PANEL)
+        for some in (whole // 4, _BEYOND_A_PANEL):
+            if least < some < whole:
+                yield Trial(chunk=some, context=self._behind(some))
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)

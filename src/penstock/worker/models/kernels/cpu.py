@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu_memory import Between
+from penstock.worker.models.kernels.cpu_memory import Between, make_room_for_logits
 from penstock.worker.models.kernels.reference import ReferenceKernels, gather
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class CpuKernels(ReferenceKernels):
         cpu_layers.adopt_experts(model, between)
         between.drop_behind(model)
         _replace(model, _Quicker())
+        make_room_for_logits(model)
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
