@@ -1,6 +1,6 @@
 """Every figure of benchmarks/gpu.md, in one go or a few parts at a time.
 
-    python -m benchmarks.gpu [decode] [kernels] [long] [experts] [serve] [peer] [memory]
+    python -m benchmarks.gpu [decode] [kernels] [long] [experts] [serve] [peer] [memory] [tiers]
 
 decode    one, 32 and 128 streams at 512 tokens of context; prompts of 4k, 16k and 32k tokens
 kernels   where a step of one, 32 and 128 streams goes
@@ -9,6 +9,7 @@ experts   one and 64 streams of the mixture-of-experts shape
 serve     loading twice, without and with a stored profile; one client, then 128, through HTTP
 peer      transformers' continuous batching under the load of `serve`
 memory    a nearly full card and a neighbour on it
+tiers     a long prefix computed, from RAM and from disk
 
 Each part is a process of its own.
 """
@@ -77,7 +78,13 @@ def memory() -> None:
     _run(sys.executable, "-m", "benchmarks.gpu_memory")
 
 
-_PARTS = {part.__name__: part for part in (decode, kernels, long, experts, serve, peer, memory)}
+def tiers() -> None:
+    """With so little memory that a prefix is pushed out."""
+    _run(sys.executable, "-m", "benchmarks.gpu_tiers")
+
+
+_ALL = (decode, kernels, long, experts, serve, peer, memory, tiers)
+_PARTS = {part.__name__: part for part in _ALL}
 
 
 def main() -> None:

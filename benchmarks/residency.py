@@ -1,9 +1,11 @@
 """What models do to each other: memory that moves, an unload and a death beside a busy stream.
 
-    python -m benchmarks.residency [elastic] [unload] [death] [--rounds 5] [--device cuda]
+    python -m benchmarks.residency [elastic] [load] [unload] [death] [--rounds 5] [--device cuda]
 
 elastic   two idle models with a large KV share a limit; each in turn gets a prompt for which the
           other must give pages: tokens of context before and after, and how long that took.
+load      a model is loaded while another decodes one stream: the gaps of that meanwhile and before,
+          with the profile of an earlier load and without one, when it is measured.
 unload    a model is unloaded while another decodes one stream and prefills prompts: how long it
           settled, and the longest gap of the stream beside it and before, in steps of that model.
 death     a worker is killed in mid-stream while another streams: the other's gaps, what the
@@ -32,7 +34,7 @@ from penstock import shapes
 from penstock.testing.served import Served, served
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 _salt = itertools.count(1)
@@ -82,10 +84,10 @@ def elastic(rounds: int, device: str) -> None:
     ):
         for name in ("first", "second"):
             ask(client, name, prompt(20))
-        most = max(server.row(name)["kv_tokens"] for name in ("first", "second"))
+        # More than either has, less than both.
+        length = int(0.7 * sum(server.row(name)["kv_tokens"] for name in ("first", "second")))
         took, was, has, other = [], [], [], []
         for name in ["first", "second"] * rounds:
-            length = int(most * 0.9)
             ask(client, name, prompt(length))
             grown = [row for row in server.get("/admin/api/events") if row["event"] == "kv grown"]
             rows = {row["name"]: row for row in server.get("/admin/api/models")}
@@ -100,7 +102,7 @@ def elastic(rounds: int, device: str) -> None:
         "residency elastic",
         {
             "device": device,
-            "prompt_tokens": int(most * 0.9),
+            "prompt_tokens": length,
             "grown": f"{len(took)} of {2 * rounds}",
             "took_ms": [round(1000 * value, 1) for value in took],
             "tokens_before": was,
@@ -110,9 +112,11 @@ def elastic(rounds: int, device: str) -> None:
     )
 
 
-async def _stream(url: str, model: str, new: int) -> tuple[list[float], list[Any]]:
-    """When each event of a stream came, and the last ones."""
-    times: list[float] = []
+async def _stream(
+    url: str, model: str, new: int, times: list[float] | None = None
+) -> tuple[list[float], list[Any]]:
+    """When each event of a stream came, and the last ones; `times` is where to note it."""
+    times = [] if times is None else times
     last: list[Any] = []
     body = {"model": model, "prompt": prompt(20), "max_tokens": new, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}
@@ -166,6 +170,52 @@ def _compare(found: list[dict[str, Any]]) -> dict[str, Any]:
             round(max(one["beside"]) / median(one["before"]), 2) for one in found
         ],
     }
+
+
+async def _load_beside(server: Served, new: int) -> tuple[list[float], list[float], float]:
+    """Gaps of a stream of the busy model before and during a load of the other; its seconds."""
+    times: list[float] = []
+    stream = asyncio.create_task(_stream(server.url, "busy", new, times))
+    await asyncio.sleep(4.0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=600) as own:
+        begun = time.perf_counter()
+        (await own.post("/admin/api/models/coming/load")).raise_for_status()
+        ended = time.perf_counter()
+    await asyncio.sleep(1.0)
+    assert not stream.done(), "the stream was too short for this load"
+    stream.cancel()
+    await asyncio.wait([stream])
+    return _gaps(times, begun - 3.0, begun - 0.05), _gaps(times, begun, ended), ended - begun
+
+
+def load(rounds: int) -> None:
+    """One comes while another is busy."""
+    # So that a profile is measured within a minute beside the stream.
+    short = {"PENSTOCK_MODELS_STEP_TOKENS": "256", "PENSTOCK_MODELS_MAX_CONTEXT": "2048"}
+    found: dict[bool, list[tuple[list[float], list[float], float]]] = {False: [], True: []}
+    with (
+        home("busy", "coming", starter=True) as folder,
+        served(folder, folder / "log", "--memory=6GiB", environment=short) as server,
+        httpx.Client(base_url=server.url, timeout=600) as client,
+    ):
+        ask(client, "busy", prompt(20))
+        for stored in [False] + [True] * rounds:
+            if not stored:
+                for file in (folder / "profiles").iterdir():
+                    file.unlink()
+            found[stored].append(asyncio.run(_load_beside(server, 4000)))
+            client.post("/admin/api/models/coming/unload").raise_for_status()
+    for stored, runs in found.items():
+        record(
+            f"residency load {'with' if stored else 'without'} a stored profile",
+            {
+                "load_s": [round(took, 2) for _, _, took in runs],
+                "gap_ms": [round(1000 * median(before), 1) for before, _, _ in runs],
+                "longest_gap_ms": [round(1000 * max(before), 1) for before, _, _ in runs],
+                "gap_beside_ms": [round(1000 * median(beside), 1) for _, beside, _ in runs],
+                "longest_gap_beside_ms": [round(1000 * max(beside), 1) for _, beside, _ in runs],
+            },
+        )
 
 
 def unload(rounds: int) -> None:
@@ -244,12 +294,13 @@ def death(rounds: int) -> None:
 def main() -> None:
     """Those that are asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("which", nargs="*", help="elastic, unload, death")
+    parser.add_argument("which", nargs="*", help="elastic, load, unload, death")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="for elastic")
     options = parser.parse_args()
-    parts = {
+    parts: dict[str, Callable[[int], None]] = {
         "elastic": partial(elastic, device=options.device),
+        "load": load,
         "unload": unload,
         "death": death,
     }

@@ -42,6 +42,7 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     profile_dir: str | None = None  # where measured costs are kept between loads
     cache_dir: str | None = None  # where KV is kept on disk
     cache_size: str = "auto"  # how much of it, as in the config
+    tier_bytes: int = 0  # the most RAM that a `Grant` may ever give to KV of another device
     reserve: Reserve = Reserve.EXPECTED
     capped: bool = True  # enforce the grant; off where several engines share a process
     max_context: int | None = None  # the user's own limit below the model's window
@@ -50,6 +51,7 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     step_target_s: float | None = None  # chunks shrink to keep a step near this
     threads: int | None = None  # CPU threads; None: the machine's cores
     trust_remote_code: bool = False
+    yields: bool = False  # other models serve, and come first while this one is loaded
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,6 +115,7 @@ class Grant(msgspec.Struct, tag=True):
 
     kv_bytes: int
     step_bytes: int
+    tier_bytes: int = 0  # of RAM, for KV of a model on another device
 
 
 class Shed(msgspec.Struct, tag=True):
@@ -192,7 +195,7 @@ class Status(msgspec.Struct):
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
     device_s: float = 0.0  # in which the device computed, since start
-    tier: dict[str, float] = {}  # figures of KV on disk, by name
+    tier: dict[str, float] = {}  # figures of KV in RAM and on disk, by name
 
 
 class Step(msgspec.Struct, tag=True):
@@ -200,6 +203,7 @@ class Step(msgspec.Struct, tag=True):
 
     outputs: list[Output]
     status: Status
+    notices: list[str] = []  # that people should see among the server's events
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -225,6 +229,7 @@ class Ready(msgspec.Struct, tag=True):
     process_bytes: int  # private bytes with everything but KV and steps in place, weights included
     step_bytes: int  # the envelope of the largest step
     kv_bytes: int  # what the arena was sized to
+    kv_unit_bytes: int  # in pieces of which it takes memory
     step_tokens: int  # the largest step, after halving
     graph_bytes: int = 0  # kept by captured steps, on the device
     outer_cap: str | None = None  # the control group around the worker, if one could be made
@@ -256,6 +261,7 @@ class Freed(msgspec.Struct, tag=True):
 
     bytes: int
     kv_bytes: int  # the arena's limit from now on: never less than its requests need to finish
+    tier_bytes: int = 0  # of RAM: what KV beside the device may hold, or still holds
 
 
 FromWorker = Step | Loading | Ready | LoadFailed | Alive | Freed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.worker.engine.cuda_executor import LaunchedStep
     from penstock.worker.engine.executor import Launched
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -60,7 +60,7 @@ def test_attention_of_any_mixture(dtype: torch.dtype, heads: Heads, mask: dict[s
     from penstock.worker.engine.paged_batch import Cut, Inputs, Room, describe
     from penstock.worker.models.kernels.cuda import CudaKernels
     from penstock.worker.models.kernels.paging import chunk_tiling, decode_tiling
-    from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.plan import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.worker.engine.generate import GenerateEngine
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(folder: Path, memory: str, log: Path, count: int, **settings: str) -> hard_cap.Report:
     try:
-        return hard_cap.run(folder, memory, log, count=count, seed=1, **settings)
+        return hard_cap.run(folder, memory, log, hard_cap.Rush(count, seed=1), **settings)
     except NoCage as reason:
         pytest.skip(f"no control group to run in: {reason}")
 

@@ -26,6 +26,7 @@ HISTORIES = (
     History("restarts-alone", restarts=True, alone=True),
     History("crowded", pool_tokens=208),
     History("crowded-without-disk", pool_tokens=208, disk=False),
+    History("shaken", pool_tokens=640, shaken=True),
 )
 
 
@@ -48,5 +49,5 @@ def test_found_kv_changes_no_token(
     # Without the disk, what is given up is gone.
     remembers = history.disk or history.pool_tokens is None
     assert found.reused_tokens > (found.prompt_tokens / 4 if remembers else 0)
-    assert (found.disk_hits > 0) == (history.restarts or (history.disk and bool(found.evictions)))
+    assert (found.tier_hits > 0) == (history.restarts or (history.disk and bool(found.evictions)))
     assert (found.preemptions > 0) == (history.pool_tokens is not None)

@@ -22,7 +22,7 @@ import uvloop
 from penstock.errors import BadRequest, InternalError, Overloaded, WorkerLost
 from penstock.memory.control_group import worker_group
 from penstock.memory.gauge import memory_groups
-from penstock.server import output_log
+from penstock.server import output_log, template
 from penstock.server.supervisor import Supervisor, WorkerHandle
 from penstock.server.template import WORKER_ENVIRONMENT
 from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel
@@ -332,13 +332,34 @@ def test_the_template_is_replaced_after_its_death_and_its_workers_live_on(tmp_pa
             template = await supervisor.template()
             os.kill(template.pid, signal.SIGKILL)
             await until(lambda: not template.alive)
+            assert supervisor.template_process() is None
+            supervisor.warm()
+            await until(lambda: supervisor.template_process() is not None)
+            born = supervisor.template_process()
             second = await supervisor.start(spec(tmp_path / "m"))
             await second.ready
             assert await answer(first, 3) == [5, 6, 7]
             assert (await supervisor.template()).pid != template.pid
+            # Its memory is ours while it still imports, so it is known from its birth on.
+            assert born is not None
+            assert supervisor.template_process() == (born[0], True)
             await first.stop()
             assert "unknown" in (await first.ended).words
             wait_until_gone(first.pid)
+
+    uvloop.run(scenario())
+
+
+def test_a_template_that_takes_too_long_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(template, "START_TIMEOUT_S", 0.0)
+        supervisor = Supervisor(tmp_path, preload=FAKE_PRELOAD)
+        with pytest.raises(InternalError, match="had not finished its imports after 0 s"):
+            await supervisor.template()
+        assert supervisor.template_process() is None
+        await supervisor.close()
 
     uvloop.run(scenario())
 

@@ -504,14 +504,16 @@ def test_a_model_that_is_always_busy_makes_room_in_the_end(tmp_path: Path) -> No
             while "b" not in served:
                 async with server.residency.lease("a"):
                     served.append("a")
+                    begun.set()
                     await asyncio.sleep(0.05)
 
         async def other() -> None:
             async with server.residency.lease("b"):
                 served.append("b")
 
+        begun = asyncio.Event()
         streams = [asyncio.create_task(stream())]
-        await asyncio.sleep(0.2)
+        await begun.wait()
         streams.append(asyncio.create_task(stream()))
         async with asyncio.timeout(20):
             await other()

@@ -108,7 +108,7 @@ def test_a_stopped_process_is_ended_and_its_neighbour_does_not_notice(server: Se
     assert last["error"]["code"] == "worker_restarted"
     death = next(row for row in server.events("stopped") if row["event"] == "death")
     assert death["signal"] == "SIGKILL"  # it could not hear the first one
-    assert len(steady) >= 250
+    assert len(steady) >= 200  # two tokens may come in one event
     assert server.ask("stopped").status_code == 200
 
 

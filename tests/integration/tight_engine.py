@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.wire import LoadSpec
     from penstock.worker.engine.executor import StepResult
     from penstock.worker.engine.generate import GenerateEngine
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 MANY_ROWS = 200
 MORE_BYTES = 32 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,12 +16,22 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.proof
 
+HANG_S = 600.0  # long runs share the machine with others, and say nothing of speed
+# Fewer requests than the claim asks for, to try it.
+TRIED = os.environ.get("PENSTOCK_HARD_CAP_REQUESTS")
+
 
 def run(
-    folder: Path, memory: str, log: Path, count: int, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    memory: str,
+    log: Path,
+    count: int,
+    capsys: pytest.CaptureFixture[str],
+    **settings: str,
 ) -> hard_cap.Report:
+    rush = hard_cap.Rush(int(TRIED or count), seed=7, hang_s=HANG_S)
     try:
-        report = hard_cap.run(folder, memory, log, count=count, seed=7)
+        report = hard_cap.run(folder, memory, log, rush, **settings)
     except NoCage as reason:
         pytest.skip(f"no control group to run in: {reason}")
     with capsys.disabled():
@@ -33,7 +44,7 @@ def test_a_thousand_requests_to_the_starter(
     starter_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run(starter_folder, "2GiB", tmp_path / "serve.log", 1_000, capsys)
-    assert report.tally.refusals("window") >= 150
+    assert report.tally.refusals("window") >= 0.15 * len(report.tally.outcomes)
 
 
 def test_ten_thousand_requests_to_a_model_whose_kv_is_large(
@@ -42,6 +53,8 @@ def test_ten_thousand_requests_to_a_model_whose_kv_is_large(
     folder = tmp_path / "models" / "big-kv"
     folder.mkdir(parents=True)
     shapes.write_folder("random:big-kv", folder)
-    report = run(folder, "896MiB", tmp_path / "serve.log", 10_000, capsys)
-    assert report.tally.refusals("memory") >= 1_000
-    assert report.tally.count("alone", "answer") >= 500
+    # As in the short form: prompts take many steps.
+    small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
+    report = run(folder, "896MiB", tmp_path / "serve.log", 10_000, capsys, **small)
+    assert report.tally.refusals("memory") >= 0.1 * len(report.tally.outcomes)
+    assert report.tally.count("alone", "answer") >= 0.05 * len(report.tally.outcomes)

@@ -68,6 +68,7 @@ def test_nothing_that_survives_a_kill_is_wrong(
     for kill in range(KILLS):
         command = [sys.executable, "-m", "penstock", "serve", "--json", "--port=0"]
         command += [f"--model={starter_folder.name}", f"--config={home / 'penstock.toml'}"]
+        command += ["--memory=3GiB"]  # so that others on the machine change nothing
         environment = {**os.environ, "PENSTOCK_HOME": str(home)}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert server.stdout is not None
@@ -96,6 +97,7 @@ def test_nothing_that_survives_a_kill_is_wrong(
         children = workers_of(server.pid)
         server.send_signal(signal.SIGKILL)
         server.wait(30)
+        server.stdout.close()
         asking.join()
         deadline = time.monotonic() + 30
         while any(Path(f"/proc/{child}").exists() for child in children):

@@ -21,6 +21,10 @@ HISTORIES = (
     History("restarts", restarts=True),
     History("crowded", pool_tokens=1600),
     History("crowded-without-disk", pool_tokens=1600, disk=False),
+    History("shaken", shaken=True),
+    History("shaken-restarts", shaken=True, restarts=True),
+    History("shaken-crowded", shaken=True, pool_tokens=1600),
+    History("shaken-without-disk", shaken=True, disk=False),
 )
 
 
@@ -44,4 +48,4 @@ def test_found_kv_changes_no_token(
         print(f"\n{history}: {found}")  # noqa: T201 - recorded in docs/proof.md
     assert found.tally.tokens == len(openings) * talk.turns * talk.answer
     assert found.reused_tokens > 0
-    assert (found.preemptions > 0) == (history.pool_tokens is not None)
+    assert (found.preemptions > 0) == (history.pool_tokens is not None or history.shaken)

@@ -158,6 +158,15 @@ class CacheSettings:
             RESTART,
         ),
     ] = "auto"
+    ram: Annotated[
+        str,
+        Knob(
+            parse_limit,
+            "RAM for KV of models on a GPU, over all of them: a size, a percentage of "
+            "memory.limit, or auto for 25%; 0 keeps none",
+            RESTART,
+        ),
+    ] = "auto"
     share: Annotated[
         bool, Knob(parse_boolean, "let requests with different API keys find each other's KV", NOW)
     ] = False

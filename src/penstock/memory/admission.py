@@ -82,12 +82,18 @@ class ModelRoom:
     kv_now_bytes: int | None  # what it holds for KV; None while it is not loaded
     fixed_bytes: int  # what it holds beside KV, or is known to need
     overhead_bytes: int = 0  # of the arena, for no request
+    unit_bytes: int = 1  # the arena takes memory in pieces of this size
 
     def tokens_in(self, kv_bytes: int) -> int:
         """The longest sequence that so much KV holds: whole blocks, up to the window."""
         block_bytes = max(self.kv_bytes_per_token * self.block_tokens, 1)
-        blocks = max(kv_bytes - self.overhead_bytes, 0) // block_bytes
-        return min(blocks * self.block_tokens, self.window)
+        usable = kv_bytes - kv_bytes % self.unit_bytes - self.overhead_bytes
+        return min(max(usable, 0) // block_bytes * self.block_tokens, self.window)
+
+    def kv_for(self, tokens: int) -> int:
+        """The least KV that holds one sequence of that length."""
+        needed = self.bytes_for(tokens) + self.overhead_bytes
+        return -(-needed // self.unit_bytes) * self.unit_bytes
 
     def bytes_for(self, tokens: int) -> int:
         """KV bytes of one sequence, in whole blocks."""
@@ -115,8 +121,7 @@ def decide(
         return Refuse(_answer_too_long(need, most))
     wanted = need.prompt_tokens + (1 if asked is None else max(min(asked, most), 1))
     if wanted > now:
-        grow = min(room.bytes_for(wanted) + room.overhead_bytes, ever_bytes)
-        return Wait(grow_bytes=grow)
+        return Wait(grow_bytes=min(room.kv_for(wanted), ever_bytes))
     left = now - need.prompt_tokens
     return Accept(left if asked is None else min(asked, left))
 
@@ -268,7 +273,7 @@ def decide_load(
         if least + floor > state.limit_bytes:
             return Refuse(_too_large(need, state, domain, least, floor))
         if domain != need.domain and state.free_bytes < least:
-            return _make_room(residents, domain, least - state.free_bytes)
+            return _room_beside(residents, domain, least - state.free_bytes, spent)
     return _room_for_kv(need, snapshot[need.domain], residents, spent)
 
 
@@ -293,6 +298,17 @@ def _room_for_kv(
     if free + sum(size for _, size in shed) >= need.kv_least_bytes:
         return Wait(shed=shed)
     return _make_room(others, need.domain, need.kv_least_bytes - free)
+
+
+def _room_beside(
+    residents: Sequence[Resident], domain: str, wanted_bytes: int, spent: Collection[str]
+) -> Wait:
+    """In a domain in which the load does not compute: what others there can spare comes first."""
+    willing = [r for r in residents if r.domain == domain and r.name not in spent]
+    shed = choose_shed(willing, wanted_bytes, keep_bytes=0)
+    if sum(size for _, size in shed) >= wanted_bytes:
+        return Wait(shed=shed)
+    return _make_room(residents, domain, wanted_bytes)
 
 
 def _make_room(residents: Sequence[Resident], domain: str, wanted_bytes: int) -> Wait:

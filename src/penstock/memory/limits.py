@@ -56,6 +56,11 @@ def resolve_limits(
     return limits
 
 
+def resolve_tier(setting: str, ram_limit_bytes: int) -> int:
+    """RAM for KV of models that compute elsewhere."""
+    return resolve_limit("25%" if setting == "auto" else setting, ram_limit_bytes, RAM_SPARE)
+
+
 def domain_of(device: str) -> str:
     """The memory that a device computes in: `cpu` in `ram`, `cuda:N` in `gpu:N`."""
     return "ram" if device == "cpu" else device.replace("cuda", "gpu")

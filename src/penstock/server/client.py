@@ -48,6 +48,7 @@ class ModelClient:
         self.lost: str | None = None  # why the worker is gone, in a sentence; set once
         self.longest_step_s = 0.0
         self.on_step: Callable[[], None] | None = None  # after each step
+        self.on_notice: Callable[[str], None] = lambda words: None  # for people to read
         self._ready: Ready | None = None
         self._send = send
         self._ids = itertools.count(1)
@@ -121,6 +122,9 @@ class ModelClient:
             if answer is not None and not answer.done():
                 answer.set_result(None)
             return
+        self._stepped(message)
+
+    def _stepped(self, message: Step) -> None:
         self.status = message.status
         self.longest_step_s = max(self.longest_step_s, message.status.step_s)
         for output in message.outputs:
@@ -131,6 +135,8 @@ class ModelClient:
             if output.finish is not None:
                 del self._open[output.id]
             generation.push(output)
+        for words in message.notices:
+            self.on_notice(words)
         if self.on_step is not None:
             self.on_step()
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _WINDOW_S = 30.0
 _ENDS_KEPT = 4096
-_CAUTION = 1.2  # a little late is better than refused twice
+# A little late is better than refused twice: the rate may be lower than it was, and ends come in
+# lumps of some of those at work, which matter most to who comes first.
+_CAUTION = 1.2
+_LUMP_SHARE = 0.25
 _EARLIER_WEIGHT = 4.0  # so many of this rush weigh as much as all that was seen in the last
 _LEAST = 2.0  # before a rate is read from them
 _ENOUGH = 8.0  # of a rush, to be believed in the next
@@ -25,13 +28,24 @@ _UNKNOWN_PER_S = 0.5
 _SERVICE_SHARE = 0.1  # of the latest in the usual time that one is at work
 
 
+class Promise(NamedTuple):
+    """What someone is told for whom there is no place now."""
+
+    place: int  # of those that become free
+    expected_s: float  # when it does, most likely
+    come_s: float  # when it has, almost certainly
+
+
 class DrainRate:
     """Requests per second that leave for those who wait, and the promises made on them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._at_work: dict[object, tuple[float, float]] = {}  # since when, and its share
-        self._service_s: float | None = None  # how long one is usually at work
+        # Since when, its share, and whether others waited when it began.
+        self._at_work: dict[object, tuple[float, float, bool]] = {}
+        # How long one is usually at work while others wait: alone it is much sooner done.
+        self._service_s = 0.0
+        self._services = 0  # that were seen
         self._ends: deque[tuple[float, float]] = deque(maxlen=_ENDS_KEPT)  # of this rush
         self._since: float | None = None  # somebody waits from then on
         self._progress_then = 0.0
@@ -55,15 +69,19 @@ class DrainRate:
 
     def began(self, turn: object, share: float = 1.0) -> None:
         """One has gone to the worker; `share` is its part of a request."""
-        self._at_work[turn] = self._clock(), share
+        self._at_work[turn] = self._clock(), share, self._since is not None
 
     def ended(self, turn: object) -> None:
         """It is done, or has left."""
         now = self._clock()
-        since, share = self._at_work.pop(turn)
+        since, share, crowded = self._at_work.pop(turn)
         self._ends.append((now, share))
-        known = now - since if self._service_s is None else self._service_s
-        self._service_s = known + _SERVICE_SHARE * (now - since - known)
+        # Of a batch the short ones end first, so the first few are all of equal weight, and those
+        # that others saw begin count even if nobody waits any more.
+        if crowded or self._since is not None:
+            self._services += 1
+            weight = max(_SERVICE_SHARE, 1 / self._services)
+            self._service_s += weight * (now - since - self._service_s)
 
     def per_s(self) -> float:
         """Requests per second; silence lowers it while somebody waits."""
@@ -80,20 +98,22 @@ class DrainRate:
         """Seconds until that many have started."""
         return place / self.per_s()
 
-    def promise(self) -> tuple[float, int]:
-        """Seconds until a place is free that nobody else was promised, and which one that is.
+    def promise(self) -> Promise:
+        """A place that nobody else was promised, and when to come for it.
 
         At every moment from then on there must be a place for each who was told to come by then:
         those who were promised one long ago, at another rate, keep theirs and block no other.
         """
-        now, every_s = self._clock(), _CAUTION / self.per_s()
+        now, rate = self._clock(), self.per_s()
+        lump = _LUMP_SHARE * len(self._at_work)
         del self._promised[: bisect.bisect_right(self._promised, now)]
         place = 1
         for others, due in enumerate(self._promised, 1):
-            if (others + 1) * every_s > due - now:
+            if (_CAUTION * (others + 1) + lump) / rate > due - now:
                 place = others + 1
-        bisect.insort(self._promised, now + place * every_s)
-        return place * every_s, place
+        come_s = (_CAUTION * place + lump) / rate
+        bisect.insort(self._promised, now + come_s)
+        return Promise(place, place / rate, come_s)
 
     def _seen(self, now: float) -> tuple[float, float]:
         """What this rush has brought, in requests, and in how many seconds."""
@@ -114,5 +134,5 @@ class DrainRate:
             return 0.0
         return sum(
             share * min((now - since) / self._service_s, 1.0)
-            for since, share in self._at_work.values()
+            for since, share, _ in self._at_work.values()
         )

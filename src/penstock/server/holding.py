@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.wire import Freed
 
 _WEIGHTS_IN_RAM = ("ram", Purpose.WEIGHTS)
+_TIER = ("ram", Purpose.TIER)
 _SLACK_SHARE = 4  # of a model's bytes are kept for surprises at most
 
 
@@ -44,6 +45,7 @@ class Holding:
         self._step_bytes = booking.needs.get((self.domain, Purpose.STEP), 0)
         self._client: ModelClient | None = None
         self._latest: asyncio.Future[Freed | None] | None = None
+        self.granted_tier_bytes = 0
         self._slack = Slack(booking.total() // _SLACK_SHARE)
         self.slack_bytes = 0  # booked for surprises
         self.unbooked_bytes = 0  # of a surprise, until KV has made room for it
@@ -53,6 +55,11 @@ class Holding:
     def kv_bytes(self) -> int:
         """KV as booked: what was granted, or more while the worker still gives back."""
         return self._booking.needs.get(self._kv_key, 0)
+
+    @property
+    def tier_bytes(self) -> int:
+        """KV in RAM beside the device, as booked."""
+        return self._booking.needs.get(_TIER, 0)
 
     @property
     def fixed_bytes(self) -> int:
@@ -105,7 +112,7 @@ class Holding:
         self._booking.resize({**fixed, self._kv_key: kv_bytes})
         self.granted_kv_bytes = kv_bytes
         if kv_bytes < ready.kv_bytes:
-            self._order(Grant(kv_bytes, self._step_bytes))
+            self._grant()
 
     def adopt(self, settings: ModelSettings) -> None:
         """These are the model's settings now; what it was loaded by stays as it is."""
@@ -116,19 +123,36 @@ class Holding:
     def grow(self, kv_bytes: int) -> None:
         """Book and grant so much KV; `OutOfBudget` if it does not fit."""
         assert self._client is not None
-        self._book(max(kv_bytes, self.kv_bytes))
+        kv_bytes -= kv_bytes % self._client.ready.kv_unit_bytes  # the rest is of no use to it
+        if kv_bytes <= self.granted_kv_bytes:
+            return
+        self._book(max(kv_bytes, self.kv_bytes), self.tier_bytes)
         self.granted_kv_bytes = kv_bytes
-        self._order(Grant(kv_bytes, self._step_bytes))
+        self._grant()
 
     async def shrink(self, kv_bytes: int) -> None:
         """Have the worker hold no more KV than this, or than its running requests need; the books
         fall when it has answered."""
-        self.granted_kv_bytes = kv_bytes = max(kv_bytes, 0)
-        await self._order(Grant(kv_bytes, self._step_bytes))
+        self.granted_kv_bytes = max(kv_bytes, 0)
+        await self._grant()
+
+    def grow_tier(self, tier_bytes: int) -> None:
+        """Book and grant so much RAM for KV; `OutOfBudget` if it does not fit."""
+        self._book(self.kv_bytes, max(tier_bytes, self.tier_bytes))
+        self.granted_tier_bytes = tier_bytes
+        self._grant()
+
+    def shrink_tier(self, tier_bytes: int) -> asyncio.Future[Freed | None]:
+        """Have the worker keep no more KV in RAM; the books fall when it has answered."""
+        self.granted_tier_bytes = max(tier_bytes, 0)
+        return self._grant()
 
     def trim(self) -> asyncio.Future[Freed | None]:
         """Have it give back what its allocators keep for later."""
         return self._order(Shed(0))
+
+    def _grant(self) -> asyncio.Future[Freed | None]:
+        return self._order(Grant(self.granted_kv_bytes, self._step_bytes, self.granted_tier_bytes))
 
     def _order(self, message: Grant | Shed) -> asyncio.Future[Freed | None]:
         assert self._client is not None
@@ -143,7 +167,8 @@ class Holding:
         if freed is None or answer is not self._latest or not self.kv_bytes:
             return
         self.granted_kv_bytes = min(freed.kv_bytes, self.kv_bytes)
-        self._book(self.granted_kv_bytes)
+        self.granted_tier_bytes = min(freed.tier_bytes, self.tier_bytes)
+        self._book(self.granted_kv_bytes, self.granted_tier_bytes)
 
     def measured(self, dirty_bytes: int) -> int:
         """The process was read to hold so much RAM of its own, mapped files aside; by how much that
@@ -173,6 +198,7 @@ class Holding:
     def _uncommitted_bytes(self) -> int:
         """KV in RAM that is booked and certainly not in use: known while the worker rests."""
         client = self._client
+        # What a GPU model keeps in RAM grows by itself, also while it rests.
         if self.domain != "ram" or client is None or client.status is None or client.open_requests:
             return 0
         return max(self.kv_bytes - client.status.kv_committed_bytes, 0)
@@ -206,8 +232,9 @@ class Holding:
             kv_now_bytes=self.granted_kv_bytes,
             fixed_bytes=self.fixed_bytes,
             overhead_bytes=max(ready.kv_bytes - ready.kv_tokens * ready.kv_bytes_per_token, 0),
+            unit_bytes=ready.kv_unit_bytes,
         )
 
-    def _book(self, kv_bytes: int) -> None:
-        needs: Needs = {**self._booking.needs, self._kv_key: kv_bytes}
+    def _book(self, kv_bytes: int, tier_bytes: int) -> None:
+        needs: Needs = {**self._booking.needs, self._kv_key: kv_bytes, _TIER: tier_bytes}
         self._booking.resize(needs)

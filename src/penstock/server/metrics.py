@@ -148,7 +148,11 @@ _COUNTERS = (
 
 
 # (name in `Status.tier`, metric, what it is).
-_DISK_GAUGES = (
+_TIER_GAUGES = (
+    ("ram_bytes", "penstock_kv_ram_bytes", "KV kept in RAM that nobody is using."),
+    ("ram_held_bytes", "penstock_kv_ram_held_bytes", "RAM that a GPU model's KV has taken."),
+    ("ram_limit_bytes", "penstock_kv_ram_limit_bytes", "What it may come to."),
+    ("ram_bytes_per_s", "penstock_kv_ram_bytes_per_second", "Rate of copies to the device."),
     ("files", "penstock_kv_disk_files", "Files of the model in the cache directory."),
     ("bytes", "penstock_kv_disk_model_bytes", "Their bytes."),
     ("held_bytes", "penstock_kv_disk_bytes", "Bytes in the cache directory, over all models."),
@@ -158,7 +162,12 @@ _DISK_GAUGES = (
     ("read_bytes_per_s", "penstock_kv_disk_read_bytes_per_second", "Rate of reading, lately."),
     ("write_bytes_per_s", "penstock_kv_disk_write_bytes_per_second", "Rate of writing, lately."),
 )
-_DISK_COUNTERS = (
+_TIER_COUNTERS = (
+    ("ram_hits", "penstock_kv_ram_hits", "Blocks that were found in RAM."),
+    ("ram_evictions", "penstock_kv_ram_evictions", "Blocks in RAM that were given up for others."),
+    ("restored_bytes", "penstock_kv_restored_bytes", "KV that was brought back to requests."),
+    ("restored_s", "penstock_kv_restored_seconds", "Time that they waited for it."),
+    ("overtaken", "penstock_kv_disk_overtaken", "Blocks that came too fast for the disk."),
     ("hits", "penstock_kv_disk_hits", "Blocks that were read from the disk."),
     ("misses", "penstock_kv_disk_misses", "Blocks that were asked for and could not be read."),
     ("bad_removed", "penstock_kv_disk_bad_files", "Files that were damaged and were removed."),
@@ -182,11 +191,11 @@ class _Workers(Collector):
         """Every figure of every loaded model."""
         statuses = self._statuses()
         own = {model: msgspec.structs.asdict(status) for model, status in statuses.items()}
-        disk = {model: status.tier for model, status in statuses.items()}
+        tiers = {model: status.tier for model, status in statuses.items()}
         yield from _families(GaugeMetricFamily, _GAUGES, own)
         yield from _families(CounterMetricFamily, _COUNTERS, own)
-        yield from _families(GaugeMetricFamily, _DISK_GAUGES, disk)
-        yield from _families(CounterMetricFamily, _DISK_COUNTERS, disk)
+        yield from _families(GaugeMetricFamily, _TIER_GAUGES, tiers)
+        yield from _families(CounterMetricFamily, _TIER_COUNTERS, tiers)
 
 
 def _families(

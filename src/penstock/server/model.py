@@ -175,6 +175,9 @@ class Model:
     def move_in(self, worker: WorkerHandle, holding: Holding) -> None:
         """A process is loading it; what it holds comes back when the process is gone."""
         self.worker, self.holding = worker, holding
+        worker.client.on_notice = lambda words: self.events.add(
+            "cache", model=self.name, words=words
+        )
         worker.ended.add_done_callback(lambda _: self.bury(worker))
 
     def settle_in(self) -> None:

@@ -46,6 +46,7 @@ class Storage:
     profiles: Path
     cache: Path | None = None  # KV; None: it is not kept on disk
     cache_size: str = "auto"
+    tier_bytes: int = 0  # of RAM, for KV of models on other devices, over all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class ModelPlan:
             profile_dir=str(storage.profiles),
             cache_dir=None if storage.cache is None else str(storage.cache),
             cache_size=storage.cache_size,
+            tier_bytes=0 if self.domain == "ram" else storage.tier_bytes,
             reserve=Reserve(settings.reserve),
             max_context=settings.max_context,
             step_tokens=self.step_tokens,

@@ -1,9 +1,8 @@
 """The server's side of the governor: what is read, how books follow readings, what can be shed.
 
-The shed list, in order: allocators' caches and empty KV extents, KV that no request uses, idle
-models (least recently used first), and at last KV in use, for which a worker puts its newest
-requests back. Steps that later parts bring (a RAM tier, cached prefixes) have their place before
-the idle models.
+The shed list, in order: allocators' caches and empty KV extents; KV that no request uses, what
+models on a GPU keep in RAM before all other; idle models (least recently used first); and at last
+KV in use, for which a worker puts its newest requests back.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.memory.events import Events
     from penstock.memory.gauge import GpuReading
     from penstock.memory.requests import RequestPool
-    from penstock.server.model import Model
     from penstock.server.residency import Residency
+    from penstock.server.room import Tenant
     from penstock.server.supervisor import Supervisor
 
 REST_S = 2.0  # without a request: what a model keeps for its next step is others' meanwhile
@@ -78,7 +77,11 @@ class _Watch:
 
     def read(self) -> Readings:
         """All figures; in a thread. Only copies of the server's own tables are looked at."""
-        pids = {"server": os.getpid(), "template": self.supervisor.template_pid}
+        pids = {"server": os.getpid()}
+        if (template := self.supervisor.template_process()) is not None:
+            # In its first seconds it is ours as well, but not yet what it will come to.
+            pid, up = template
+            pids["template" if up else "starting template"] = pid
         workers = self.residency.workers()
         pids |= {owner_of(name): worker.pid for name, worker in workers.items()}
         self.watchdog.read(workers.values())
@@ -86,7 +89,6 @@ class _Watch:
         self._gauges = {
             owner: known[owner] if owner in known and known[owner].pid == pid else ProcessGauge(pid)
             for owner, pid in pids.items()
-            if pid is not None
         }
         found = {owner: gauge.read() for owner, gauge in self._gauges.items()}
         processes = {owner: reading for owner, reading in found.items() if reading}
@@ -160,15 +162,16 @@ def trim_heap() -> None:
 def shed_list(residency: Residency) -> list[Act]:
     """The acts, in the order in which they are tried."""
 
-    def in_domain(domain: str) -> dict[str, Model]:
-        tenants = residency.tenants().items()
-        return {name: m for name, m in tenants if m.holding and m.holding.domain == domain}
+    def in_domain(domain: str) -> dict[str, Tenant]:
+        tenants = residency.memory_tenants().items()
+        return {name: tenant for name, tenant in tenants if tenant.resident().domain == domain}
 
     async def caches(domain: str, size: int) -> None:
         if domain == "ram":
             trim_heap()
-        holdings = [m.holding for m in in_domain(domain).values() if m.holding is not None]
-        await asyncio.gather(*(holding.trim() for holding in holdings))
+        holdings = [model.holding for model in residency.tenants().values()]
+        here = [holding for holding in holdings if holding and holding.domain == domain]
+        await asyncio.gather(*(holding.trim() for holding in here))
 
     async def shrink(domain: str, size: int, *, in_use: bool) -> None:
         tenants = in_domain(domain)

@@ -82,7 +82,7 @@ class Lane:
         full = requests >= self._most_requests
         # One request alone may be as large as it likes: its bytes are booked elsewhere too.
         if full or (self._waiting and held + size_bytes > self._most_bytes):
-            retry_after_s, place = self._rate.promise()
+            promise = self._rate.promise()
             what = (
                 f"{requests} requests wait for the model {self._model!r}, and server.queue_requests"
                 if full
@@ -90,14 +90,14 @@ class Lane:
                 "server.queue_bytes"
             )
             raise Overloaded(
-                f"{what} allows no more; a place is expected in {retry_after_s:.1f} s.",
-                retry_after_s=retry_after_s,
+                f"{what} allows no more; a place is expected in {promise.expected_s:.1f} s.",
+                retry_after_s=promise.come_s,
                 numbers={
                     "reason": "queue",
                     "waiting": requests,
                     "starts_per_s": round(self._rate.per_s(), 3),
-                    "place": place,
-                    "expected_s": round(retry_after_s, 3),
+                    "place": promise.place,
+                    "expected_s": round(promise.expected_s, 3),
                 },
             )
         return Visit(self, key, priority, size_bytes, self._clock(), answers)
@@ -194,11 +194,10 @@ class Lane:
             async with asyncio.timeout(max(left, 0.0) if not turn.started.done() else None):
                 await turn.started
         except TimeoutError:
-            retry_after_s, _ = self._rate.promise()
             raise Overloaded(
                 f"The request waited {self._deadline_s:g} s for its turn at the model "
                 f"{self._model!r} (server.queue_deadline_s).",
-                retry_after_s=retry_after_s,
+                retry_after_s=self._rate.promise().come_s,
                 numbers={"reason": "deadline", "waiting": len(self._waiting)},
             ) from None
 

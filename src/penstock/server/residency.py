@@ -21,6 +21,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from penstock.catalog import Card  # noqa: TC001 - a NamedTuple's fields are read at run time
 from penstock.catalog.scan import file_marks
 from penstock.errors import InternalError, ModelTooLarge, Overloaded, PenstockError, WorkerLost
@@ -33,6 +35,7 @@ from penstock.server.client import ModelClient  # noqa: TC001
 from penstock.server.holding import Holding
 from penstock.server.model import Model, State
 from penstock.server.plans import ModelPlan, Storage, plan_for
+from penstock.server.ram_tier import RamTier
 from penstock.server.room import Room
 from penstock.server.supervisor import STOP_GRACE_S
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.config import ModelsSettings
     from penstock.memory.admission import ModelRoom
     from penstock.memory.ledger import Ledger
+    from penstock.server.room import Tenant
     from penstock.server.supervisor import Supervisor, WorkerHandle
     from penstock.wire import LoadSpec
 
@@ -73,7 +77,7 @@ class Residency:
     ) -> None:
         self.events = Events()
         self.template = Baseline(ledger, "template", TEMPLATE_BYTES)
-        self.room = Room(ledger, self.tenants, patience_s)
+        self.room = Room(ledger, self.memory_tenants, patience_s)
         self._catalog = catalog
         self._supervisor = supervisor
         self.ledger = ledger
@@ -186,6 +190,19 @@ class Residency:
             if model.state is State.READY and model.worker is not None and model.worker.alive
         }
 
+    def memory_tenants(self) -> dict[str, Tenant]:
+        """All who have memory to give: the loaded models, and what those on a GPU keep in RAM."""
+        tenants: dict[str, Tenant] = dict(self.tenants())
+        for tier in self._ram_tiers():
+            tenants[tier.name] = tier
+        return tenants
+
+    def _ram_tiers(self) -> list[RamTier]:
+        holdings = {name: model.holding for name, model in self.tenants().items()}
+        elsewhere = {n: h for n, h in holdings.items() if h is not None and h.domain != "ram"}
+        share = self._storage.tier_bytes // max(1, len(elsewhere))
+        return [RamTier(name, holding, share) for name, holding in elsewhere.items()]
+
     def workers(self) -> dict[str, WorkerHandle]:
         """All worker processes there are, loading and ending ones too."""
         return {
@@ -288,6 +305,8 @@ class Residency:
                 model.give_up()
             case None:
                 model.settle_in()
+                for tier in self._ram_tiers():
+                    tier.make_way()  # there is one more to share with
                 self.room.spread()  # what the load needed beside the weights is free again
             case PenstockError():
                 model.refuse(error)
@@ -313,6 +332,7 @@ class Residency:
         holding = Holding(self.ledger, plan, booking)
         largest = largest_kv(self.ledger.snapshot(), plan.room(), self.room.residents())
         spec = plan.spec(holding.granted_kv_bytes, largest, self._storage)
+        spec = msgspec.structs.replace(spec, yields=bool(self.tenants()))
         self.events.add(
             "restart" if model.restarting else "load",
             model=model.name,

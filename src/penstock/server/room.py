@@ -90,7 +90,9 @@ class Room:
         first = decide_load(need, self._ledger.snapshot(), self.residents())
         if isinstance(first, Refuse):  # no need to stand in line for that
             raise first.error
-        self._waiting[need.domain] += 1
+        domains = {domain for domain, _ in need.fixed} | {need.domain}
+        for domain in domains:
+            self._waiting[domain] += 1
         try:
             async with asyncio.timeout(self._patience_s), self._lines[need.domain]:
                 return await self._take_in_turn(need)
@@ -101,7 +103,8 @@ class Room:
                 retry_after_s=30,
             ) from None
         finally:
-            self._waiting[need.domain] -= 1
+            for domain in domains:
+                self._waiting[domain] -= 1
 
     async def _take_in_turn(self, need: LoadNeed) -> Reservation:
         spent: set[str] = set()

@@ -20,7 +20,7 @@ from penstock.memory.baseline import Baseline
 from penstock.memory.gauge import read_gpus, read_process, read_ram, resolve_device
 from penstock.memory.guard import guard_numbers, guard_sentence, open_books
 from penstock.memory.ledger import OutOfBudget
-from penstock.memory.limits import SERVER_BYTES
+from penstock.memory.limits import SERVER_BYTES, resolve_tier
 from penstock.memory.requests import RequestPool, floor_bytes
 from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services, Texts
@@ -137,7 +137,12 @@ def build_services(
         supervisor,
         ledger,
         config.models,
-        storage=Storage(config.home / "profiles", config.cache.dir, config.cache.size),
+        storage=Storage(
+            config.home / "profiles",
+            config.cache.dir,
+            config.cache.size,
+            resolve_tier(config.cache.ram, ledger.snapshot()["ram"].limit_bytes),
+        ),
         patience_s=patience_s,
     )
     residency.gpus = gpus

@@ -88,6 +88,7 @@ class Supervisor:
         self._engine_module = engine_module
         self._preload = tuple(preload)
         self._template: asyncio.Task[TemplateProcess] | None = None
+        self._launched: TemplateProcess | None = None  # the same, while it still starts too
         self._workers: set[WorkerHandle] = set()
         self._closed = False
 
@@ -99,13 +100,12 @@ class Supervisor:
         """The running template; raises `InternalError` with its last words if it cannot start."""
         return await asyncio.shield(self._ensure_template())
 
-    @property
-    def template_pid(self) -> int | None:
-        """The template's process id, while it runs."""
-        template = self._template
-        if template is None or _is_spent(template) or not template.done():
+    def template_process(self) -> tuple[int, bool] | None:
+        """The template's process id, from its birth on, and whether it has all its imports."""
+        launched = self._launched
+        if launched is None or not launched.alive:
             return None
-        return template.result().pid
+        return launched.pid, launched.up is not None
 
     async def start(self, spec: LoadSpec) -> WorkerHandle:
         """A new process that loads `spec`; await the handle's `ready` for the outcome."""
@@ -151,7 +151,9 @@ class Supervisor:
         if spent is not None and not spent.cancelled() and spent.exception() is None:
             await spent.result().stop()
         await asyncio.to_thread(remove_leftovers)
-        return await TemplateProcess.start(self._preload, self._logs / "template.log")
+        self._launched = TemplateProcess.launch(self._preload, self._logs / "template.log")
+        await self._launched.wait_until_up()
+        return self._launched
 
 
 class WorkerHandle:

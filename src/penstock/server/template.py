@@ -35,15 +35,11 @@ WORKER_ENVIRONMENT = {
     # and pages that go back to the system are faulted in anew by every layer, a quarter to a third
     # of a prompt's time. It goes back when somebody asks for it. Fixed thresholds also switch off
     # glibc's own growing ones, so that a step takes today what it took when it was measured.
-    # What is larger than the buffers that MKL asks for at every product (4 to 6 MiB) has a mapping
-    # of its own: it leaves no hole that a smaller tensor may settle in, and to fetch its pages anew
-    # is little beside the products that fill it.
-    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "2",
-    # Pages of the usual size: MKL touches little of its buffers, and of huge ones a quarter more
-    # would be held, or not, as a tensor happens to lie. Steps take as long.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
+    # Huge pages where the kernel has them: fewer faults, and a heap's holes count as they are used.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     # MKL would keep buffers of its own, of the sizes that it happened to see.
     "MKL_DISABLE_FAST_MM": "1",
     # A thread at the end of its share waits for the others: spinning for some hundred microseconds,
@@ -75,7 +71,7 @@ class Child:
 
 
 class TemplateProcess:
-    """One template process, from `start` to its end; a dead one is replaced, not restarted."""
+    """One template process, from `launch` to its end; a dead one is replaced, not restarted."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], control: socket.socket, output: OutputLog
@@ -94,15 +90,15 @@ class TemplateProcess:
         self._reader = loop.create_task(self._read())
 
     @classmethod
-    async def start(cls, preload: Sequence[str], log_path: Path) -> TemplateProcess:
-        """Start one and wait until its imports are done."""
+    def launch(cls, preload: Sequence[str], log_path: Path) -> TemplateProcess:
+        """Start one, which has its imports before it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         output = OutputLog(log_path)
         # The same code from the same places, in the same order, as the server's.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns once the child has started
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.boot", str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 stdout=output.write_fd,
@@ -115,18 +111,27 @@ class TemplateProcess:
                 process_group=0,
             )
         output.handed_over()
-        template = cls(process, ours, output)
+        return cls(process, ours, output)
+
+    async def wait_until_up(self) -> None:
+        """Until its imports are done; it is ended if it cannot have them."""
         try:
-            up = await asyncio.wait_for(template._answer, START_TIMEOUT_S)
+            up = await asyncio.wait_for(self._answer, START_TIMEOUT_S)
             assert isinstance(up, Up)
+        except TimeoutError:
+            await self.stop()
+            raise InternalError(
+                "The process that workers are forked from had not finished its imports after "
+                f"{START_TIMEOUT_S:.0f} s; its last words, also in {self._output.path}:\n"
+                f"{self._output.tail()}"
+            ) from None
         except BaseException:
-            await template.stop()
+            await self.stop()
             raise
-        template.up = up
+        self.up = up
         if up.threads != 1:
             log.warning("the template process has %d threads: workers may hang", up.threads)
         log.info("template process %d is up after %.1f s", up.pid, up.import_s)
-        return template
 
     async def fork(self, order: Fork, fds: Sequence[int]) -> Child:
         """A new worker process, which has its own copies of `fds`."""

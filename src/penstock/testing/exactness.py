@@ -22,7 +22,7 @@ from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -144,8 +144,10 @@ def start_engine(
     memory_bytes: int = 1 << 30,
     device: str = "cpu",
     cache: Path | None = None,
+    tier_bytes: int = 0,
 ) -> GenerateEngine:
-    """The real engine over a folder, float32; with `cache`, KV is kept in that directory."""
+    """The real engine over a folder, float32; with `cache`, KV is kept in that directory, and on a
+    GPU with `tier_bytes` in RAM."""
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
@@ -159,8 +161,11 @@ def start_engine(
         profile_dir=None if cache is None else str(cache.parent),
         cache_dir=None if cache is None else str(cache),
         cache_size=str(8 << 30),
+        tier_bytes=tier_bytes,
     )
     engine = load_engine(spec, lambda _phase, _done, _total: None)
+    if tier_bytes and engine.shelf is not None:
+        engine.shelf.grant(tier_bytes)
     if mode.pool_tokens is not None:
         for _ in range(500):  # so that more is let in than there is room for in the end
             engine.lengths.observe(1)
@@ -196,6 +201,7 @@ def run(
     count: int,
     *,
     arrive_every: int = 0,
+    between_steps: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Greedy answers of `count` tokens to every prompt, `arrive_every` steps apart (0: at once)."""
     answers: list[list[int]] = [[] for _ in prompts]
@@ -209,6 +215,7 @@ def run(
             assert output.failure is None, output.failure
             answers[output.id] += output.tokens
         engine.check()
+        between_steps()
         steps += 1
     return answers
 
@@ -229,8 +236,7 @@ def poisoned_blocks() -> Iterator[None]:
 
     def poisoned_give(pool: BlockPool, blocks: Sequence[int]) -> None:
         give(pool, blocks)
-        if blocks:
-            assert isinstance(pool._backing, Arena)
+        if blocks and isinstance(pool._backing, Arena):  # and not trays
             _poison(pool._backing, torch.tensor(blocks, device=pool._backing.device))
 
     with (
@@ -241,5 +247,7 @@ def poisoned_blocks() -> Iterator[None]:
 
 
 def _poison(arena: Arena, blocks: slice | Tensor) -> None:
+    if not arena.in_ram:
+        torch.cuda.synchronize(arena.device)  # they may be on their way to a tray
     for view in (*arena.keys, *arena.values):
         view[blocks] = float("nan")

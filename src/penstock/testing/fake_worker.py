@@ -130,6 +130,7 @@ class FakeEngine:
             process_bytes=PROCESS_BYTES,
             step_bytes=STEP_BYTES,
             kv_bytes=self.kv_bytes,
+            kv_unit_bytes=1,
             step_tokens=self.spec.step_tokens,
             overhead_bytes=PROCESS_BYTES,
         )
@@ -140,13 +141,19 @@ class FakeEngine:
     def cancel(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
 
-    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int) -> int:
         before = self.kv_bytes
         self.kv_bytes = max(kv_bytes, self._needed_bytes())
         return max(0, before - self.kv_bytes)
 
     def shed(self, size: int) -> int:
-        return self.grant(max(0, self.kv_bytes - size), STEP_BYTES)
+        return self.grant(max(0, self.kv_bytes - size), STEP_BYTES, 0)
+
+    def tier_limit_bytes(self) -> int:
+        return 0
+
+    def notices(self) -> list[str]:
+        return []
 
     def kv_limit_bytes(self) -> int:
         return self.kv_bytes

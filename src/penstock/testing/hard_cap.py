@@ -29,7 +29,6 @@ CAGE_SHARE = 1.15
 BOOKS_SHARE = 0.02  # by which books and readings may differ at rest
 KV_SHARE = 0.95  # of the room for KV is used for it at least
 _SAMPLE_S = 0.2
-_HANG_S = 180.0  # a client that has no end by then is a fault
 _REST_S = 60.0
 
 
@@ -104,8 +103,17 @@ class Rest:
     figures: dict[str, Any]
 
 
-def run(folder: Path, memory: str, log: Path, *, count: int, seed: int, **settings: str) -> Report:
-    """`count` requests to the model in `folder`; raises `NoCage` where no cage can be made.
+@dataclass(frozen=True, slots=True)
+class Rush:
+    """What is asked of a server."""
+
+    requests: int
+    seed: int
+    hang_s: float = 180.0  # a client that has no end by then is a fault
+
+
+def run(folder: Path, memory: str, log: Path, rush: Rush, **settings: str) -> Report:
+    """A rush to the model in `folder`; raises `NoCage` where no cage can be made.
 
     `settings` are environment variables of the server.
     """
@@ -123,7 +131,8 @@ def run(folder: Path, memory: str, log: Path, *, count: int, seed: int, **settin
             before = _workers(server)
             room = read_room(server, cage, folder, limit)
             target = find_target(server, model)
-            tally = asyncio.run(hammer(server.url, orders(target, count, seed), patience_s=_HANG_S))
+            work = orders(target, rush.requests, rush.seed)
+            tally = asyncio.run(hammer(server.url, work, patience_s=rush.hang_s))
             rest = at_rest(server, cage, folder)
         assert watcher.highest is not None
         return Report(

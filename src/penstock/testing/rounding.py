@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from penstock.testing import tiny
 from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.loading import load_engine
-from penstock.worker.scheduling.scheduler import Plan, Slice
+from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -10,13 +10,15 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from penstock.memory.gauge import read_process
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from penstock.testing.cage import Cage
 
@@ -50,6 +52,19 @@ class Served:
         """What `penstock ps` says of a model."""
         rows: dict[str, dict[str, Any]] = {r["name"]: r for r in self.get("/admin/api/models")}
         return rows[model]
+
+    def processes(self) -> dict[int, int]:
+        """Of the server and everything below it, by process id: memory that no file backs, as the
+        kernel reads it. A page that several share counts once in their sum."""
+        found: dict[int, int] = {}
+        pids = [self.pid]
+        while pids:
+            pid = pids.pop()
+            if (reading := read_process(pid)) is not None:
+                found[pid] = reading.unbacked_bytes
+                for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                    pids += map(int, children.read_text().split())
+        return found
 
     def words(self, most: int = 4000) -> str:
         """The end of its log."""

@@ -166,8 +166,8 @@ class DiskTier:
             "quota_bytes": self.store.quota_bytes,
             "evictions": self.store.evictions,
             "evicted_bytes": self.store.evicted_bytes,
-            "read_bytes_per_s": self.read_rate.bytes_per_s,
-            "write_bytes_per_s": self.write_rate.bytes_per_s,
+            "read_bytes_per_s": self.read_rate.per_s,
+            "write_bytes_per_s": self.write_rate.per_s,
             "problem": self.problem,
         }
 

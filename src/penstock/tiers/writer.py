@@ -92,8 +92,15 @@ class Writer:
         if tier.problem:
             notify(tier.problem)
 
-    def offer(self, key: bytes, payloads: Sequence[Payload], release: Release) -> bool:
-        """Take it for saving, if there is room in the queue and it is not there or on its way."""
+    def offer(
+        self,
+        key: bytes,
+        payloads: Sequence[Payload],
+        release: Release,
+        since_ns: int | None = None,
+    ) -> bool:
+        """Take it for saving, if there is room in the queue and it is not there or on its way. A
+        clear after `since_ns`, now unless given, is one of this block too."""
         size = sum(payload.data.nbytes for payload in payloads)
         with self._changed:
             if self._closed or time.monotonic() < self._retry_at:
@@ -102,7 +109,7 @@ class Writer:
             if self._tier.contains(key) or self._on_its_way(key):
                 return False
             if self._bytes + size <= self._limit:
-                self._queue[key] = _Item(key, payloads, release, size, time.time_ns())
+                self._queue[key] = _Item(key, payloads, release, size, since_ns or time.time_ns())
                 self._bytes += size
                 self._counts["accepted"] += 1
                 self._changed.notify_all()

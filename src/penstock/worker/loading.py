@@ -29,7 +29,8 @@ from penstock.worker.engine.grammar import Vocabulary
 from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.kv.shelf import Shelf, ShelfSpec
+from penstock.worker.kv.disk_reader import ShelfSpec
+from penstock.worker.kv.shelf import Shelf
 from penstock.worker.meter import (
     copied_bytes,
     device_overhead_bytes,
@@ -40,7 +41,7 @@ from penstock.worker.models import attention, verify, weights
 from penstock.worker.models.kernels import kernels_for
 from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.profile import Bench, Profile, profile, remember
-from penstock.worker.scheduling.scheduler import StepLimits
+from penstock.worker.scheduling.plan import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,15 +126,14 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     measured = profile(bench)
     clock.ended("profile")
     ready = _ready(bench, measured, outer)
-    ready.queue_bytes = 0 if shelf is None else shelf.tray_bytes
+    ready.queue_bytes = 0 if shelf is None else shelf.queue_bytes
     engine = GenerateEngine(bench, measured, ready, shelf)
     if not measured.proven:
         verify.compare_with_own_attention(model, engine, text)
         remember(bench, measured, geometry)
     known = ready.weight_bytes + executor.graph_bytes + arena.committed_bytes
     ready.device_overhead_bytes = device_overhead_bytes(device, known)
-    if shelf is not None:
-        shelf.start()
+    engine.open()
     clock.ended("comparison")
     ready.phases = clock.phases
     ready.load_s = sum(clock.phases.values())
@@ -160,6 +160,7 @@ def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:
         process_bytes=private,
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
+        kv_unit_bytes=arena.unit_bytes,
         step_tokens=measured.limits.tokens,
         graph_bytes=bench.executor.graph_bytes,
         outer_cap=str(outer.group) if outer is not None else None,
@@ -198,12 +199,19 @@ def _executor(
 
 
 def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:
-    """KV on disk, where the arena is in this process's own memory."""
-    quota = Quota.parse(spec.cache_size)
-    if spec.cache_dir is None or spec.profile_dir is None or quota.off or not arena.in_ram:
+    """KV in RAM, for an arena that is elsewhere, and on disk."""
+    tier_bytes = 0 if arena.in_ram else spec.tier_bytes
+    disk = _disk(spec, arena.layout)
+    if disk is None and not tier_bytes:
         return None
-    layout = arena.layout
-    details = ShelfSpec(
+    return Shelf(arena, disk, spec.memory_bytes, tier_bytes)
+
+
+def _disk(spec: LoadSpec, layout: BlockLayout) -> ShelfSpec | None:
+    quota = Quota.parse(spec.cache_size)
+    if spec.cache_dir is None or spec.profile_dir is None or quota.off:
+        return None
+    return ShelfSpec(
         directory=Path(spec.cache_dir),
         quota=quota,
         model=Path(spec.path),
@@ -212,7 +220,6 @@ def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:
         numerics=f"{layout.dtype} {layout.block_tokens} {layout.layers} torch {torch.__version__}",
         label=spec.name,
     )
-    return Shelf(arena, details, spec.memory_bytes)
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:

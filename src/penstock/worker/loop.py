@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -41,6 +42,7 @@ from penstock.wire import (
     ToWorker,
     WorkerChannel,
 )
+from penstock.worker.priority import behind_others
 
 if TYPE_CHECKING:
     import socket
@@ -72,7 +74,7 @@ class Engine(Protocol):
         """Forget a request; an unknown id is one that has just finished."""
         ...
 
-    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int) -> int:
         """Hold no more than this from now on; how many bytes went back to the system."""
         ...
 
@@ -82,6 +84,14 @@ class Engine(Protocol):
 
     def kv_limit_bytes(self) -> int:
         """What the KV arena may hold at most."""
+        ...
+
+    def tier_limit_bytes(self) -> int:
+        """What KV kept in RAM, beside the device, may hold at most."""
+        ...
+
+    def notices(self) -> list[str]:
+        """What people should know that has not been told yet."""
         ...
 
     def has_work(self) -> bool:
@@ -142,7 +152,8 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
     progress = _Progress(channel)
     try:
         module = importlib.import_module(engine_module)
-        engine: Engine = module.load_engine(spec, progress)
+        with behind_others() if spec.yields else nullcontext():
+            engine: Engine = module.load_engine(spec, progress)
     except (PenstockError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
@@ -244,17 +255,19 @@ class _Worker:
             case Probe():
                 self._probe(message)
             case Grant():
-                self._freed(self._engine.grant(message.kv_bytes, message.step_bytes))
+                engine, grant = self._engine, message
+                self._freed(engine.grant(grant.kv_bytes, grant.step_bytes, grant.tier_bytes))
             case Shed():
                 self._freed(self._engine.shed(message.bytes))
         return isinstance(message, Cancel | Grant | Shed)
 
     def _send(self, outputs: list[Output]) -> None:
         self._in_flight.difference_update(o.id for o in outputs if o.finish is not None)
-        self._channel.send(Step(outputs, self._engine.status()))
+        self._channel.send(Step(outputs, self._engine.status(), self._engine.notices()))
 
     def _freed(self, size: int) -> None:
-        self._channel.send(Freed(size, self._engine.kv_limit_bytes()))
+        engine = self._engine
+        self._channel.send(Freed(size, engine.kv_limit_bytes(), engine.tier_limit_bytes()))
 
     def _submit(self, request: Submit) -> None:
         self._in_flight.add(request.id)

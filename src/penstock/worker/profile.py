@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.arena import Arena, LayerGeometry
     from penstock.worker.kv.blocks import BlockPool
     from penstock.worker.meter import Meter
-    from penstock.worker.scheduling.scheduler import StepLimits
+    from penstock.worker.scheduling.plan import StepLimits
 
 log = logging.getLogger(__name__)
 

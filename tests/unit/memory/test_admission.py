@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, ContextTooLong, ModelTooLarge
 from penstock.memory.admission import (
@@ -274,3 +276,32 @@ def test_a_second_domain_must_have_room_too(idle: bool) -> None:
     )
     expected = Wait(unload=("other",)) if idle else Wait(drain=("other",))
     assert decide_load(need, ledger.snapshot(), [other]) == expected
+
+
+@given(
+    unit=st.integers(1, 3000),
+    prompt=st.integers(1, 990),
+    limit=st.integers(2_000, 40_000),
+    overhead=st.integers(0, 500),
+)
+def test_kv_that_is_asked_for_is_enough_whatever_the_pieces(
+    unit: int, prompt: int, limit: int, overhead: int
+) -> None:
+    """Otherwise a request waits for ever: the arena takes whole pieces only."""
+    room = dataclasses.replace(ROOM, kv_now_bytes=0, overhead_bytes=overhead, unit_bytes=unit)
+    verdict = decide(RequestNeed(prompt, 1), books(limit).snapshot(), room)
+    if isinstance(verdict, Refuse):
+        return
+    assert isinstance(verdict, Wait)
+    held = verdict.grow_bytes - verdict.grow_bytes % unit
+    grown = dataclasses.replace(room, kv_now_bytes=held)
+    assert decide(RequestNeed(prompt, 1), books(limit).snapshot(), grown) == Accept(1)
+
+
+def test_a_load_elsewhere_takes_what_can_be_spared_before_anybody_goes() -> None:
+    """Memory of a GPU model's process in RAM comes from KV kept there."""
+    ledger = Ledger({"ram": 1000, "gpu:0": 1000})
+    ledger.reserve(owner_of("first"), {("ram", Purpose.TIER): 950})
+    tier = Resident("tier", "ram", 0, 950, 0, 0, idle=True, pinned=True, used_at=float("-inf"))
+    need = LoadNeed("m", "gpu:0", {("ram", Purpose.PROCESS): 200}, 10, 10, 10)
+    assert decide_load(need, ledger.snapshot(), [tier]) == Wait(shed=(("tier", 150),))

@@ -61,25 +61,56 @@ def test_time_without_a_line_is_no_silence_and_the_next_rush_begins_from_the_las
     assert rate.per_s() == pytest.approx(2, rel=0.15)
 
 
+def test_requests_that_came_alone_tell_nothing_of_a_full_batch() -> None:
+    clock = Clock()
+    rate = DrainRate(clock)
+
+    def batches() -> None:
+        """Twelve at once, each as long as a full batch takes."""
+        rate.crowd()
+        for _ in range(4):
+            for turn in (turns := [object() for _ in range(12)]):
+                rate.began(turn)
+            clock.now += 1.0
+            for turn in turns:
+                rate.ended(turn)
+
+    batches()
+    rate.cleared()
+    for _ in range(50):  # a tenth of the time, with nobody beside it
+        turn = object()
+        rate.began(turn)
+        clock.now += 0.1
+        rate.ended(turn)
+    rate.crowd()
+    for _ in range(12):
+        rate.began(object())
+    clock.now += 0.3
+    assert rate.per_s() == pytest.approx(12, rel=0.2)
+
+
 def test_no_place_is_promised_twice() -> None:
     clock = Clock()
     rate = DrainRate(clock)
     rush(rate, clock, 100, 0.1)
     promises = [rate.promise() for _ in range(10)]
-    assert [place for _, place in promises] == list(range(1, 11))
-    apart = [b[0] - a[0] for a, b in itertools.pairwise(promises)]
+    assert [promise.place for promise in promises] == list(range(1, 11))
+    assert [promise.expected_s for promise in promises] == pytest.approx(
+        [place / rate.per_s() for place in range(1, 11)]
+    )
+    apart = [b.come_s - a.come_s for a, b in itertools.pairwise(promises)]
     assert apart == pytest.approx([0.12] * 9, rel=0.1)
     clock.now += 60
-    assert rate.promise()[1] == 1
+    assert rate.promise().place == 1
 
 
 def test_promises_of_a_slower_time_block_nobody() -> None:
     clock = Clock()
     rate = DrainRate(clock)
-    slow = [rate.promise()[0] for _ in range(100)]  # nothing was seen yet: one in two seconds
+    slow = [rate.promise().come_s for _ in range(100)]  # nothing was seen yet: one in two seconds
     assert slow[-1] > 200
     rush(rate, clock, 100, 0.1)
-    assert rate.promise()[0] < 1
+    assert rate.promise().come_s < 1
 
 
 class Shop:
@@ -130,14 +161,14 @@ def test_promises_are_kept(seed: int, long_s: float) -> None:
         shop.waiting = 8
     asked = shop.clock.now
     shop.starts.clear()
-    told = [shop.rate.promise()[0] for _ in range(100)]
+    told = [shop.rate.promise() for _ in range(100)]
     accepted = 0
-    for after_s in told:
-        shop.advance(asked + after_s)
+    for promise in told:
+        shop.advance(asked + promise.come_s)
         accepted += shop.come()
     shop.advance(asked + 200)
-    assert accepted >= 90
+    assert accepted >= 95
     # The place that was promised to the k-th is the one that the k-th start leaves.
     real = [start - asked for start in shop.starts[: len(told)]]
-    errors = [abs(t - r) / r for t, r in zip(told, real, strict=False)]
+    errors = [abs(t.expected_s - r) / r for t, r in zip(told, real, strict=False)]
     assert statistics.median(errors) <= 0.3

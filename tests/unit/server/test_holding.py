@@ -6,10 +6,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from penstock.memory.admission import LoadNeed
-from penstock.memory.ledger import Ledger, Purpose
+from penstock.memory.ledger import Ledger, OutOfBudget, Purpose
 from penstock.server.holding import Holding
-from penstock.wire import Grant
+from penstock.server.ram_tier import RamTier
+from penstock.wire import Freed, Grant
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -89,6 +92,7 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
         device_overhead_bytes=180 * MIB,
         step_bytes=50 * MIB,
         kv_bytes=650 * MIB,
+        kv_unit_bytes=1,
     )
     orders: list[Grant] = []
 
@@ -102,3 +106,32 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
     assert ledger.snapshot()["gpu:0"].booked_bytes == LIMIT
     booked = ledger.snapshot()["ram"].purposes()
     assert (booked[Purpose.PROCESS], booked[Purpose.QUEUE]) == (10 * MIB, 20 * MIB)
+
+
+def test_kv_in_ram_is_booked_before_it_is_granted_and_until_it_is_back() -> None:
+    ledger = Ledger({"gpu:0": LIMIT, "ram": LIMIT})
+    need = LoadNeed("m", "gpu:0", {}, MIB, MIB, LIMIT)
+    plan = SimpleNamespace(domain="gpu:0", load_need=lambda: need, kv_least_bytes=MIB)
+    booking = ledger.reserve("model:m", {("gpu:0", Purpose.KV): 100 * MIB})
+    made = Holding(ledger, cast("Any", plan), booking)
+    ready = SimpleNamespace(kv_unit_bytes=1)
+    sent: list[tuple[Grant, Future[Freed | None]]] = []
+
+    def order(message: Grant) -> Future[Freed | None]:
+        sent.append((message, Future()))
+        return sent[-1][1]
+
+    made._client = cast("Any", SimpleNamespace(ready=ready, order=order))
+    tier = RamTier("m", made, 300 * MIB)
+    tier.grow_kv(300 * MIB)
+    assert ledger.snapshot()["ram"].purposes() == {Purpose.TIER: 300 * MIB}
+    assert sent[-1][0] == Grant(100 * MIB, 0, 300 * MIB)
+    with pytest.raises(OutOfBudget):
+        tier.grow_kv(LIMIT + 1)
+    # More to share with: it comes down, and the books fall with the worker's answer.
+    RamTier("m", made, 100 * MIB).make_way()
+    assert tier.resident().kv_bytes == 300 * MIB
+    sent[-1][1].set_result(Freed(0, 100 * MIB, 160 * MIB))  # the rest is on its way to a disk
+    assert tier.resident().kv_bytes == 160 * MIB
+    assert made.granted_kv_bytes == 100 * MIB
+    ledger.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -103,6 +104,23 @@ def test_what_requests_hold_is_not_booked_twice() -> None:
             assert server.booked_bytes == 100 * MIB
 
     asyncio.run(body())
+
+
+def test_a_template_that_still_starts_is_ours_and_booked_by_its_estimate() -> None:
+    ledger = Ledger({"ram": 1 << 40})  # this process stands for both, and may be large
+    template = Baseline(ledger, "template", 400 * MIB)
+    residency = SimpleNamespace(
+        template=template, tenants=dict, workers=dict, room=SimpleNamespace(spread=lambda busy: 0)
+    )
+    pool = RequestPool(ledger, 50 * MIB, 100 * MIB, 1.0)
+    server = Baseline(ledger, "server", 100 * MIB)
+    watch = watching(residency, server, pool, lambda _: None, Events())
+    for up in (False, True):
+        watch.supervisor = cast("Any", SimpleNamespace(template_process=lambda: (os.getpid(), up)))  # noqa: B023
+        found = watch.read()
+        assert len(found.processes) == 2  # so that its memory is not taken for somebody else's
+        watch.reconcile(found)
+        assert (template.booked_bytes == 400 * MIB) is not up
 
 
 def test_noise_is_no_drift() -> None:

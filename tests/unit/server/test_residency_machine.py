@@ -135,6 +135,7 @@ class Worker:
             process_bytes=PROCESS,
             step_bytes=STEP,
             kv_bytes=kv,
+            kv_unit_bytes=1,
             step_tokens=64,
             overhead_bytes=PROCESS + surprise,
         )

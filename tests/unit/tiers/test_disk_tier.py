@@ -70,7 +70,7 @@ def test_groups_of_any_kind_and_size_come_back_after_a_restart(tmp_path: Path) -
     into = [(kind, bytearray(len(data))) for kind, data in groups]
     assert tier.load(b"k", [Payload(kind, buffer) for kind, buffer in into])
     assert [(kind, bytes(buffer)) for kind, buffer in into] == groups
-    assert tier.read_rate.bytes_per_s is not None
+    assert tier.read_rate.per_s is not None
 
 
 def test_the_longest_prefix_has_no_gap(tmp_path: Path) -> None:
@@ -418,10 +418,10 @@ def test_a_directory_that_cannot_be_written_to_serves_hits(tmp_path: Path) -> No
 
 
 def test_the_rate_is_that_of_late() -> None:
-    rate = Rate(half_life_bytes=100)
-    assert rate.bytes_per_s is None
+    rate = Rate(half_life=100)
+    assert rate.per_s is None
     rate.add(1000, 1.0)
-    assert rate.bytes_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
     for _ in range(10):
         rate.add(100, 1.0)
-    assert rate.bytes_per_s == pytest.approx(100, rel=0.01)
+    assert rate.per_s == pytest.approx(100, rel=0.01)

@@ -22,13 +22,13 @@ from penstock.worker.profile import (
     profile,
     remember,
 )
-from penstock.worker.scheduling.scheduler import StepLimits
+from penstock.worker.scheduling.plan import StepLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.worker.scheduling.gate import StepShape
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 MIB = 1 << 20
 BLOCK_TOKENS = 16

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.plan import Plan, Slice
 
 
 @dataclass(frozen=True, slots=True)

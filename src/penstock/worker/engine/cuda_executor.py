@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.worker.engine.cuda_runner import CudaRunner
     from penstock.worker.engine.executor import Launched
     from penstock.worker.engine.grammar import Vocabulary
-    from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.plan import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
 

@@ -17,7 +17,7 @@ from penstock.worker.caps import exhausted
 from penstock.worker.engine.paged_batch import Inputs, Room, cut_for, describe
 from penstock.worker.models.kernels.cuda import CudaKernels
 from penstock.worker.models.kernels.paging import chunk_tiling
-from penstock.worker.scheduling.scheduler import Plan
+from penstock.worker.scheduling.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.wire import Submit, TokenLogprobs
     from penstock.worker.engine.grammar import Grammars, Vocabulary
     from penstock.worker.engine.runner import Runner
-    from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.plan import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
 

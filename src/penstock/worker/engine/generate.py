@@ -21,8 +21,9 @@ from penstock.wire import Failure, Finish, Output, Ready, Sampling, Status, Subm
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.memory import StepMemory
 from penstock.worker.scheduling.gate import StepShape
+from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.policy import StepPacer
-from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, Slice
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Scheduler
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 _PROBE_ID = -1
 # While blocks are being read and there is nothing to compute; and while some wait to be written.
 _READ_WAIT_S = 0.05
-_TIDY_S = 0.02
+_TIDY_S = 0.01
 # Steps after which memory that could not be had for KV is asked for again.
 _COMMIT_AGAIN_STEPS = 64
 # Attempts at one step, each smaller than the one before: more than there are halvings of it.
@@ -54,7 +55,7 @@ class GenerateEngine:
         self, bench: Bench, profile: Profile, ready: Ready, shelf: Shelf | None = None
     ) -> None:
         self.bench = bench
-        self._shelf = shelf
+        self.shelf = shelf
         self.profile = profile
         self._executor: Executor | CudaExecutor = bench.executor
         self._arena = bench.arena
@@ -124,12 +125,17 @@ class GenerateEngine:
         """Something is running, waiting or to be refused."""
         return bool(self._refused) or self._scheduler.has_work()
 
-    def grant(self, kv_bytes: int, step_bytes: int) -> int:
+    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int = 0) -> int:
         """Hold no more than this from now on; the bytes that went back to the system.
 
         What has been taken in can always be finished: below what the largest request here may
         come to the arena does not go, and `kv_limit_bytes` says where it stopped.
         """
+        if self.shelf is not None:
+            self.shelf.grant(tier_bytes)
+        return self._hold(kv_bytes, step_bytes)
+
+    def _hold(self, kv_bytes: int, step_bytes: int) -> int:
         before = self._arena.committed_bytes
         least = max(2, self._scheduler.least_blocks() + 1)
         # Memory comes in whole extents: what is held for one block of it serves the others too.
@@ -148,12 +154,22 @@ class GenerateEngine:
         before = self._arena.committed_bytes
         freed = self._memory.relieve()
         self._return_extents()
-        self.grant(max(0, self.kv_limit_bytes() - size), self._memory.gate.granted_bytes)
+        self._hold(max(0, self.kv_limit_bytes() - size), self._memory.gate.granted_bytes)
+        if self.shelf is not None:
+            self.shelf.trim()
         return freed + before - self._arena.committed_bytes
 
     def kv_limit_bytes(self) -> int:
         """What the arena may hold at most."""
         return self._arena.bytes_for(self._granted_blocks)
+
+    def tier_limit_bytes(self) -> int:
+        """What KV kept in RAM, beside the device, may hold at most."""
+        return 0 if self.shelf is None else self.shelf.tier_bytes
+
+    def notices(self) -> list[str]:
+        """What people should know that has not been told yet."""
+        return [] if self.shelf is None else self.shelf.notices()
 
     def step(self) -> list[Output]:
         """Run one forward over everything planned, or over less where memory is short."""
@@ -173,14 +189,14 @@ class GenerateEngine:
         """What is left to do while there is no work; when to come again, None for no need."""
         if self._steps:  # not before somebody has had a first answer
             self.bench.executor.prepare()
-        if self._shelf is not None and self._shelf.offer(self._scheduler.cache.find):
+        if self.shelf is not None and self.shelf.offer(self._scheduler.cache.find):
             return _TIDY_S
         return None
 
     def close(self) -> None:
         """Save what can be saved in the time that a shutdown has."""
-        if self._shelf is not None:
-            self._shelf.close(self._scheduler.cache.find)
+        if self.shelf is not None:
+            self.shelf.close(self._scheduler.cache.find)
 
     def status(self) -> Status:
         """Figures after the latest step."""
@@ -207,7 +223,7 @@ class GenerateEngine:
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
             device_s=self._device_s,
-            tier={} if self._shelf is None else self._shelf.stats(),
+            tier={} if self.shelf is None else self.shelf.stats(),
         )
 
     def probe(self) -> None:
@@ -220,6 +236,23 @@ class GenerateEngine:
         finally:
             self._scheduler.cancel(_PROBE_ID)
         self._refused += [output for output in outputs if output.id != _PROBE_ID]
+
+    def open(self) -> None:
+        """All is measured: begin with what goes on beside steps."""
+        if self.shelf is not None:
+            if not self._arena.in_ram:  # on a CPU this would take seconds
+                self._calibrate()
+            self.shelf.start()
+
+    def _calibrate(self) -> None:
+        """Learn how fast prompts are computed: whether others should be read depends on it."""
+        count = min(self.profile.limits.tokens, self._window - 1, self._scheduler.most_tokens() - 1)
+        prompt = [(7919 * place) % self.bench.vocabulary for place in range(count)]
+        self.submit(Submit(_PROBE_ID, prompt, 1, Sampling(temperature=0)))
+        while self._scheduler.has_work():
+            self.step()
+        self._scheduler.cache.clear()
+        self._prompt_tokens = 0
 
     def score(self, tokens: list[int], chunk: int) -> Tensor:
         """Logits of every position, [tokens, vocabulary], computed in chunks while idle."""
@@ -249,16 +282,18 @@ class GenerateEngine:
         plan: Plan | None = None
         try:
             plan = self._plan()
-            if not plan.slices and self._shelf is not None and self._scheduler.reads():
-                self._shelf.wait(_READ_WAIT_S)
-                outputs += self._land(None)
-                return True
             if self._flying is not None and not plan.slices:
                 outputs += self._land(None)  # whatever there is to do waits for its tokens
+                return True
+            if not plan.slices and self.shelf is not None and self._scheduler.reads():
+                self.shelf.deliver(self._scheduler)  # for those who have just asked
+                self.shelf.wait(_READ_WAIT_S)
                 return True
             if self._refuse_the_impossible(plan, outputs):
                 return False
             self._memory.begin(plan)
+            if self.shelf is not None:
+                self.shelf.fence(plan.written(self._block_tokens))
             launched = self._executor.launch(plan, self._flying and self._flying[0])
         except (MemoryError, RuntimeError) as error:
             if not exhausted(error):
@@ -280,9 +315,9 @@ class GenerateEngine:
             self._commit_again_at = None
             self._pool.set_limit(self._granted_blocks)
         self._memory.read_room()
-        if self._shelf is not None:
-            self._shelf.deliver(self._scheduler)
-            self._shelf.offer(self._scheduler.cache.find)
+        if self.shelf is not None:
+            self.shelf.deliver(self._scheduler)
+            self.shelf.offer(self._scheduler.cache.find)
         plan = self._scheduler.plan(self._budget)
         if self._memory.gate.pinched and self._memory.relieve():
             self._memory.read_room()
@@ -367,8 +402,8 @@ class GenerateEngine:
         self._step_s, self._landed_at = now - max(self._landed_at, begun), now
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         self._count_reused(plan, result.outputs)
-        if self._shelf is not None and plan.chunks and not plan.decodes:
-            self._shelf.computed(plan.chunk_tokens, self._step_s)
+        if self.shelf is not None and plan.chunks and not plan.decodes:
+            self.shelf.computed(plan.chunk_tokens, self._step_s)
         for number, how in finished.items():
             result.outputs[number].finish = how
             self._executor.forget(number)
@@ -395,6 +430,8 @@ class GenerateEngine:
 
     def _return_extents(self) -> None:
         """Move what is in use together and give the rest of the arena's memory back."""
+        if self.shelf is not None:
+            self.shelf.settle()
         moves = self._pool.compact()
         self._arena.copy(moves)
         self._scheduler.rename(moves)

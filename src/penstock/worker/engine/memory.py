@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.arena import Arena
     from penstock.worker.meter import Meter
     from penstock.worker.profile import Profile
-    from penstock.worker.scheduling.scheduler import Plan
+    from penstock.worker.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class StepMemory:
         self._taken = 0  # beyond the base, when caches were last dropped
         self._fresh = True  # no step has run since then
         self._steps = 0  # since then
+        self._told = False  # since then, that steps hold more than was expected
         self.predicted_bytes = 0  # the largest step since then
         self.measured_bytes = 0  # the most that was held since then, host and base aside
 
@@ -62,7 +63,7 @@ class StepMemory:
         self._meter.drop_caches()
         held = self._meter.held()
         self._taken = self._beyond_base(held)
-        self._fresh, self._steps = True, 0
+        self._fresh, self._steps, self._told = True, 0, False
         self.predicted_bytes = self.measured_bytes = 0
         self._excused = self._cap.excuse(self._taken)
         return max(0, before - held)
@@ -86,6 +87,16 @@ class StepMemory:
         beyond = self._beyond_base(self._meter.peak())
         self.measured_bytes = max(self.measured_bytes, beyond - self._host_bytes)
         shape, fresh = plan.shape, self._fresh
+        if self.measured_bytes > self.predicted_bytes and not self._told:
+            self._told = True
+            log.info(
+                "steps hold %d bytes, %d were expected; the latest: %s, %d steps after caches "
+                "were dropped",
+                self.measured_bytes,
+                self.predicted_bytes,
+                shape,
+                self._steps,
+            )
         self._fresh = False
         self._steps += 1
         self.gate.observe(shape, beyond - self._host_bytes if fresh else None)

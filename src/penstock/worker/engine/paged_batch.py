@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.worker.scheduling.scheduler import Plan, Slice
+    from penstock.worker.scheduling.plan import Plan, Slice
     from penstock.worker.scheduling.sequence import Sequence
 
     Numbers = NDArray[np.int32]

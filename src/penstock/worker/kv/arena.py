@@ -77,7 +77,6 @@ class Arena:
         extent_bytes: int | None = None,
     ) -> None:
         self.layout = layout
-        self.blocks = blocks
         self.device = device
         self.in_ram = device.type == "cpu"  # so that it counts in the process's own memory
         # Extents are whole blocks and whole pages, so that each is committed and returned alone.
@@ -85,6 +84,9 @@ class Arena:
         unit = page // math.gcd(page, layout.block_bytes)
         wanted = min(EXTENT_BYTES, extent_bytes or EXTENT_BYTES)
         self.extent_blocks = unit * max(1, wanted // (unit * layout.block_bytes))
+        if blocks > self.extent_blocks:  # they are only addresses, and no extent is a short one
+            blocks = -(-blocks // self.extent_blocks) * self.extent_blocks
+        self.blocks = blocks
         self._extent_bytes = self.extent_blocks * layout.block_bytes
         self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
         self._committed: set[int] = set()
@@ -107,6 +109,11 @@ class Arena:
                     )
                 )
                 offset += layout.block_tokens * heads * dim
+
+    @property
+    def unit_bytes(self) -> int:
+        """What is committed and given back at once."""
+        return min(self._extent_bytes, self._total_bytes)
 
     @property
     def committed_bytes(self) -> int:
@@ -142,11 +149,15 @@ class Arena:
         """All layers of a block."""
         return self._rows[block]
 
+    def rows_of(self, first: int, count: int) -> Tensor:
+        """All layers of neighbouring blocks, [count, bytes]."""
+        return self._rows[first : first + count]
+
     def blocks_within(self, size_bytes: int) -> int:
         """How many blocks can be in use when at most so much memory is committed."""
         extents, rest = divmod(size_bytes, self._extent_bytes)
         whole = extents * self.extent_blocks
-        # The last extent of the range may be a short one.
+        # A single extent may be a short one.
         short = self.blocks - whole
         if 0 < short < self.extent_blocks and rest >= self._total_bytes % self._extent_bytes:
             return self.blocks

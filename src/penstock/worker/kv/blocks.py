@@ -5,7 +5,7 @@ number of tokens; an extent is a run of blocks whose memory is committed and ret
 
     extent 0              extent 1              extent 2
     [0][1][2] ... [k-1]   [k] ...               [2k] ...           block numbers
-     ^ reserved: padded rows point at it, so extent 0 is always committed
+     ^ may be reserved: padded rows point at it. Extent 0 is always committed
 
 Blocks are taken from the fullest committed extent first, so that the others drain and can be
 returned. The limit says how many blocks may be taken at once, wherever they lie: it moves with
@@ -32,11 +32,14 @@ class Backing(Protocol):
 class BlockPool:
     """Hands out block numbers below `total`, committing extents as they are needed."""
 
-    def __init__(self, total: int, extent_blocks: int, backing: Backing) -> None:
+    def __init__(
+        self, total: int, extent_blocks: int, backing: Backing, *, reserved: bool = True
+    ) -> None:
         if total < 2 or extent_blocks < 1:
             raise ValueError(f"a pool needs at least 2 blocks (got {total}), 1 to an extent")
         self._total = total
         self._limit = total
+        self._reserved = int(reserved)
         self._extent_blocks = extent_blocks
         self._backing = backing
         # Free block numbers of each committed extent, lowest on top.
@@ -44,7 +47,8 @@ class BlockPool:
         self._uncommitted = list(range(self.extents - 1, -1, -1))  # lowest on top
         self._taken: set[int] = set()
         self._commit_next()
-        self._free[0].remove(0)
+        if reserved:
+            self._free[0].remove(0)
 
     @property
     def extents(self) -> int:
@@ -53,8 +57,8 @@ class BlockPool:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be taken at once: all but the reserved one."""
-        return self._limit - 1
+        """Blocks that can be taken at once: all but a reserved one."""
+        return self._limit - self._reserved
 
     @property
     def free(self) -> int:
@@ -71,8 +75,23 @@ class BlockPool:
         """Extents that are backed by memory."""
         return len(self._free)
 
+    @property
+    def backed(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(self._free)
+
+    @property
+    def unbacked(self) -> list[int]:
+        """The others', in the order in which they will be."""
+        return self._uncommitted[::-1]
+
+    @property
+    def ready(self) -> int:
+        """Blocks that can be taken without more memory."""
+        return min(self.free, sum(map(len, self._free.values())))
+
     def set_limit(self, limit: int) -> None:
-        """Let `limit` blocks be in use at once, the reserved one among them.
+        """Let `limit` blocks be in use at once, a reserved one among them.
 
         No more extents than hold that many are ever committed; those beyond are for the caller to
         empty and return.
@@ -110,7 +129,7 @@ class BlockPool:
 
         Afterwards no more extents than the taken blocks need have any in them.
         """
-        needed = -(-(len(self._taken) + 1) // self._extent_blocks)
+        needed = max(1, -(-(len(self._taken) + self._reserved) // self._extent_blocks))
         fullest = sorted(self._free, key=lambda extent: (extent != 0, len(self._free[extent])))
         kept, emptied = fullest[:needed], set(fullest[needed:])
         places = [block for extent in kept for block in reversed(self._free[extent])]
@@ -139,12 +158,13 @@ class BlockPool:
         free = [block for numbers in self._free.values() for block in numbers]
         assert len(free) == len(set(free)), "a block is free twice"
         assert not self._taken.intersection(free), "a block is both taken and free"
-        assert 0 not in self._taken and 0 not in free, "the reserved block was handed out"
+        if self._reserved:
+            assert 0 not in self._taken and 0 not in free, "the reserved block was handed out"
         assert not set(self._free).intersection(self._uncommitted), "an extent is in two states"
         assert len(self._free) + len(self._uncommitted) == self.extents, "an extent is lost"
         assert all(b // self._extent_blocks in self._free for b in self._taken), "unbacked block"
         committed = sum(self._size(extent) for extent in self._free)
-        assert len(free) + len(self._taken) + 1 == committed, "a block is lost"
+        assert len(free) + len(self._taken) + self._reserved == committed, "a block is lost"
 
     def _size(self, extent: int) -> int:
         return min(self._extent_blocks, self._total - extent * self._extent_blocks)

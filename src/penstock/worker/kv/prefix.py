@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._holders: dict[int, int] = {}  # how many; no block has none
-        self._kept: dict[int, None] = {}  # known and held by nobody, least recently used first
+        # Known and held by nobody, least recently used first. To take the first of a plain dict
+        # costs as much as it has lost before.
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self.evicted = 0
 
     @property
@@ -108,6 +111,15 @@ class PrefixCache:
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
+    def recycle(self, count: int) -> list[int]:
+        """So many kept blocks or all there are, the least recently used, as new ones with one
+        holder: for those who cannot have more memory now."""
+        count = min(count, len(self._kept))
+        self._give_up(count)
+        blocks = self._pool.take(count)
+        self._holders.update(dict.fromkeys(blocks, 1))
+        return blocks
+
     def share(self, block: int) -> None:
         """One more holder of a known block."""
         self._kept.pop(block, None)
@@ -136,6 +148,26 @@ class PrefixCache:
             else:
                 self._pool.give([block])
 
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Used now, in the order of a chain: of those that are kept, its end goes first."""
+        for block in reversed(list(blocks)):
+            if block in self._kept:
+                self._kept.move_to_end(block)
+
+    def held_blocks(self) -> Iterable[int]:
+        """All that somebody holds."""
+        return self._holders.keys()
+
+    def kept_blocks(self) -> tuple[int, ...]:
+        """All that nobody holds and that can be found, the least recently used first."""
+        return tuple(self._kept)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Do not keep these any longer; those that somebody holds stay."""
+        for block in blocks:
+            if block in self._kept:
+                self._give_up_one(block)
+
     def shrink(self) -> None:
         """Give up what the pool's limit has no room for."""
         self._give_up(self._pool.taken - self.capacity)
@@ -152,7 +184,7 @@ class PrefixCache:
     def rename(self, moves: dict[int, int]) -> None:
         """Blocks have been copied elsewhere: old number to new."""
         self._holders = {moves.get(block, block): n for block, n in self._holders.items()}
-        self._kept = {moves.get(block, block): None for block in self._kept}
+        self._kept = OrderedDict.fromkeys(moves.get(block, block) for block in self._kept)
         self._keys = {moves.get(block, block): key for block, key in self._keys.items()}
         self._blocks = {key: moves.get(block, block) for key, block in self._blocks.items()}
 
@@ -171,11 +203,13 @@ class PrefixCache:
 
     def _give_up(self, count: int) -> None:
         for _ in range(min(count, len(self._kept))):
-            block = next(iter(self._kept))
-            del self._kept[block]
-            self._forget(block)
-            self._pool.give([block])
-            self.evicted += 1
+            self._give_up_one(next(iter(self._kept)))
+
+    def _give_up_one(self, block: int) -> None:
+        del self._kept[block]
+        self._forget(block)
+        self._pool.give([block])
+        self.evicted += 1
 
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block)

@@ -1,244 +1,247 @@
-"""KV blocks between the arena and the disk.
+"""KV blocks between the arena, RAM and the disk.
 
 The device thread calls everything here and is the only one that touches the arena. Files are
-written from and read into trays, buffers of one block each, by threads of their own: so no thread
-but the device's holds an address in the arena, and a disk that hangs holds up nobody.
+written from and read into trays, host memory in pieces of one block, by threads of their own: so no
+thread but the device's holds an address in the arena, and a disk that hangs holds up nobody.
 
-    arena ──keep──▶ tray ──writer──▶ disk ──reader──▶ tray ──deliver──▶ arena
+    arena ──saving──▶ tray ──writer──▶ disk ──reader──▶ tray ──restoring──▶ arena
 
-What is worth reading is decided here, by measured rates: a block that would be computed sooner
-than it is read is not asked for. What a key stands for is not known here.
+A tray keeps what is in it until it is needed for something else. Where the arena is on another
+device there are many of them, granted and taken back by the server: that is the tier in RAM.
+
+What is worth bringing back is decided here, by measured rates: a block that would be computed
+sooner than it is copied or read is not asked for. What a key stands for is not known here.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from penstock.tiers import DiskTier, Payload, Quota, Writer
-from penstock.worker.kv.identity import content_digest
+from penstock.tiers import Payload, Writer
+from penstock.tiers.rates import Rate
+from penstock.worker.kv.copies import copies_for
+from penstock.worker.kv.disk_reader import DiskReader, reader_threads
+from penstock.worker.kv.restoring import Restoring
+from penstock.worker.kv.saving import Saving
+from penstock.worker.kv.trays import Trays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Protocol
+    from collections.abc import Callable, Iterable
 
+    from penstock.tiers import DiskTier
     from penstock.worker.kv.arena import Arena
-
-    class Receiver(Protocol):
-        """Who waits for blocks."""
-
-        def place(self, ticket: int) -> int | None:
-            """Where the next one belongs; None: it is not wanted any more."""
-
-        def arrived(self, ticket: int, *, more: bool) -> None:
-            """It is in its place; without more, none will come."""
-
+    from penstock.worker.kv.disk_reader import ShelfSpec
+    from penstock.worker.kv.restoring import Receiver
 
 log = logging.getLogger(__name__)
 
 # Trays for writing: this much of the grant, but no more.
 QUEUE_SHARE = 1 / 32
 QUEUE_BYTES = 32 << 20
-READ_BYTES = 8 << 20  # of trays for reading, but two at least
+READ_BYTES = 8 << 20  # of trays for reading, but two at least for each thread that reads
 FLUSH_S = 3.0
-# After so long without a block the disk is taken to hang, and what is awaited is computed.
-PATIENCE_S = 5.0
+# What was found slower than computing is tried again after this: it may have been busy.
+TRY_AGAIN_S = 600.0
+_RATE_TOKENS = 1 << 15  # computed, after which an older measurement counts half
 
 
-@dataclass(frozen=True, slots=True)
-class ShelfSpec:
-    """Where KV is kept, how much, and what it is KV of."""
+class _ComputeRate:
+    """Prompt tokens a second in the largest steps seen: a small step takes as long as one of many
+    more tokens, and says nothing about a long prompt."""
 
-    directory: Path
-    quota: Quota
-    model: Path  # the folder whose content the KV is a function of
-    digests: Path  # where the digests of its files are remembered
-    numerics: str  # what else it depends on: types, layout, library versions
-    label: str
+    def __init__(self) -> None:
+        self._largest = 0
+        self._rate = Rate(_RATE_TOKENS)
 
+    def add(self, tokens: int, seconds: float) -> None:
+        if tokens > 2 * self._largest:
+            self._rate = Rate(_RATE_TOKENS)
+        self._largest = max(self._largest, tokens)
+        if 2 * tokens >= self._largest:
+            self._rate.add(tokens, seconds)
 
-@dataclass(slots=True)
-class _Errand:
-    """Blocks to be read for one sequence, in order."""
-
-    ticket: int
-    keys: list[bytes]
-    dropped: bool = False
+    @property
+    def per_s(self) -> float | None:
+        return self._rate.per_s
 
 
 class Shelf:
-    """One model's KV on disk."""
+    """One model's KV beside its arena: on disk if there is a `spec`, in RAM as far as granted."""
 
-    def __init__(self, arena: Arena, spec: ShelfSpec, grant_bytes: int) -> None:
-        self._arena = arena
+    def __init__(
+        self, arena: Arena, spec: ShelfSpec | None, grant_bytes: int, most_tier_bytes: int = 0
+    ) -> None:
         self._size = arena.layout.block_bytes
+        self._block_tokens = arena.layout.block_tokens
         writing = max(2, min(QUEUE_BYTES, int(grant_bytes * QUEUE_SHARE)) // self._size)
-        # Written to, so that they are in the process's memory before anybody measures it.
-        reading = max(2, READ_BYTES // self._size)
-        self._trays = torch.full((writing + reading, self._size), 1, dtype=torch.uint8)
-        self.tray_bytes = self._trays.numel()
-        self._to_write = deque(range(writing))
-        self._to_read: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for tray in range(writing, writing + reading):
-            self._to_read.put(tray)
-        self._waiting: deque[bytes] = deque()  # computed, not yet offered to the writer
-        self._offered: set[bytes] = set()
-        self._errands: dict[int, _Errand] = {}
-        self._tickets = 0
-        self._asked: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        self._arrived: deque[tuple[_Errand, int | None]] = deque()
-        self._news = threading.Event()
-        self._heard_at = time.monotonic()
-        self._hung = False  # nothing is asked of the disk until it answers
-        self._compute_s: float | None = None  # of a block's tokens, when last measured
-        self._tier: DiskTier | None = None
-        self._writer: Writer | None = None
-        self._reader = threading.Thread(
-            target=self._read, args=(spec,), name="kv-reader", daemon=True
-        )
+        reading = 0 if spec is None else max(2 * reader_threads(), READ_BYTES // self._size)
+        self._trays = Trays(self._size, writing + reading, most_tier_bytes, arena.device)
+        self._disk = None if spec is None else DiskReader(spec, self._payload, self._open_writer)
+        self._out = copies_for(arena, self._trays, out=True)
+        self._in = copies_for(arena, self._trays, out=False)
+        self._saving = Saving(self._trays, self._out, self._payload, writing, arena.blocks)
+        self._restoring = Restoring(self._trays, self._in, self._out, self._disk, reading)
+        self._computing = _ComputeRate()
+        self._read_at = self._copied_at = -TRY_AGAIN_S
+        self._notices: deque[str] = deque()
+
+    @property
+    def queue_bytes(self) -> int:
+        """Of the trays that are always there."""
+        return self._trays.first_bytes
+
+    @property
+    def tier_bytes(self) -> int:
+        """What the tier in RAM may hold."""
+        return self._trays.tier_bytes
 
     def start(self) -> None:
         """Look at the disk, when nothing is measured any more that a thread would disturb."""
-        self._reader.start()
+        self._restoring.open()
+
+    def grant(self, tier_bytes: int) -> None:
+        """Let the tier in RAM hold so much from now on."""
+        self._trays.grant(tier_bytes)
+
+    def trim(self) -> None:
+        """Give back what was in use when it was to be given back."""
+        self._trays.trim()
 
     def keep(self, key: bytes) -> None:
         """A block is known under this key: it is worth saving."""
-        if self._tier is not None and not self._tier.contains(key) and key not in self._offered:
-            self._waiting.append(key)
+        in_ram = self._trays.cache.find(key) is not None
+        tier = self._disk_tier
+        on_disk = not self._trays.keeps and tier is not None and tier.contains(key)
+        if not in_ram and not on_disk:
+            self._saving.add(key)
 
     def offer(self, find: Callable[[bytes], int | None]) -> bool:
-        """Hand to the writer what there are trays for; whether more is left. `find` knows where
-        blocks lie now, and which are gone."""
-        while self._waiting and self._to_write and self._writer is not None:
-            key = self._waiting.popleft()
-            block = find(key)
-            if block is None or key in self._offered:
-                continue
-            tray = self._to_write.popleft()
-            self._trays[tray].copy_(self._arena.bytes_of(block))
-            self._offered.add(key)
-            if not self._writer.offer(key, self._payload(tray), self._release(key, tray)):
-                self._offered.discard(key)
-                self._to_write.append(tray)
-        return bool(self._waiting)
+        """Save what there is room for; whether more is left to do. `find` knows where blocks lie
+        now, and which are gone."""
+        to_disk = self._disk is not None and not self._disk.failed and self._disk_pays()
+        self._saving.go_on(find, to_disk=to_disk)
+        return self._saving.pending and (to_disk or self._trays.keeps)
 
     def covers(self, keys: list[bytes]) -> int:
-        """How many of the keys, from the first on, are sooner read than computed."""
-        tier = self._tier
-        if tier is None or not keys or self._hung:
-            return 0
-        rate = tier.read_rate.bytes_per_s
-        if rate and self._compute_s is not None and self._size / rate > self._compute_s:
-            return 0
-        return tier.longest_prefix(keys)
+        """How many of the keys, from the first on, are sooner brought than computed."""
+        find, tier = self._trays.cache.find, self._disk_tier
+        ram = self._pays(self._restoring.copy_rate.per_s, self._copied_at)
+        disk = tier is not None and not self._restoring.hung and self._disk_pays()
+        for count, key in enumerate(keys):
+            in_ram = ram and find(key) is not None
+            if not in_ram and not (disk and tier is not None and tier.contains(key)):
+                return count
+        return len(keys)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step of that many prompt tokens took so long."""
-        took = seconds * self._arena.layout.block_tokens / tokens
-        self._compute_s = took if self._compute_s is None else (3 * self._compute_s + took) / 4
+        self._computing.add(tokens, seconds)
 
     def fetch(self, keys: list[bytes]) -> int:
-        """Have blocks read, in order; the ticket under which they arrive."""
-        if not self._errands:
-            self._heard_at = time.monotonic()
-        self._tickets += 1
-        errand = _Errand(self._tickets, keys)
-        self._errands[errand.ticket] = errand
-        self._asked.put(errand)
-        assert self._tier is not None
-        self._tier.touch(keys)
-        return errand.ticket
+        """Have blocks brought, in order; the ticket under which they arrive."""
+        if (tier := self._disk_tier) is not None:
+            tier.touch(keys)
+            if any(self._trays.cache.find(key) is None for key in keys):
+                self._read_at = time.monotonic()
+        self._copied_at = time.monotonic()
+        return self._restoring.fetch(keys)
+
+    def touch(self, keys: list[bytes]) -> None:
+        """A sequence has used these until now, in the order of its chain."""
+        cache = self._trays.cache
+        cache.touch(tray for key in keys if (tray := cache.find(key)) is not None)
+        if (tier := self._disk_tier) is not None:
+            tier.touch(keys)
 
     def drop(self, ticket: int) -> None:
         """What has not arrived under this ticket is of no use any more."""
-        errand = self._errands.pop(ticket, None)
-        if errand is not None:
-            errand.dropped = True
+        self._restoring.drop(ticket)
 
     def deliver(self, receiver: Receiver) -> None:
         """Put what has come since the last call in its place, and say so block by block."""
-        self._news.clear()
-        while self._arrived:
-            errand, tray = self._arrived.popleft()
-            self._heard_at, self._hung = time.monotonic(), False
-            if tray is None:
-                self._end(errand.ticket, receiver)
-                continue
-            block = None if errand.dropped else receiver.place(errand.ticket)
-            if block is not None:
-                self._arena.bytes_of(block).copy_(self._trays[tray])
-                receiver.arrived(errand.ticket, more=True)
-            self._to_read.put(tray)
-        if self._errands and time.monotonic() - self._heard_at > PATIENCE_S:
-            self._hung = True
-            for ticket in list(self._errands):
-                self._end(ticket, receiver)
+        self._restoring.deliver(receiver)
 
     def wait(self, seconds: float) -> None:
         """Until something arrives."""
-        self._news.wait(seconds)
+        self._restoring.wait(seconds)
+
+    def fence(self, blocks: Iterable[int]) -> None:
+        """A step is about to write these: it must not meet a copy."""
+        if self._out.under_way_bytes or self._in.under_way_bytes:
+            written = list(blocks)
+            self._out.fence(written)
+            self._in.fence(written)
+
+    def settle(self) -> None:
+        """Wait for what is under way: blocks are about to move."""
+        while self._in.wait() or self._out.wait():
+            pass
+
+    def notices(self) -> list[str]:
+        """What people should know that has not been told yet."""
+        told = []
+        while self._notices:
+            told.append(self._notices.popleft())
+        return told
 
     def stats(self) -> dict[str, float]:
-        """Figures of the tier and its writer, for those who watch."""
-        if self._tier is None or self._writer is None:
-            return {}
-        figures = self._tier.stats() | self._writer.stats()
+        """Figures of both tiers, for those who watch."""
+        cache = self._trays.cache
+        figures: dict[str, float | None] = {
+            "ram_bytes": self._size * cache.kept,
+            "ram_held_bytes": self._trays.memory.committed_bytes,
+            "ram_limit_bytes": self.tier_bytes,
+            "ram_hits": self._restoring.ram_hits,
+            "ram_evictions": cache.evicted,
+            "ram_bytes_per_s": self._restoring.copy_rate.per_s,
+            "restored_bytes": self._restoring.restored_bytes,
+            "restored_s": self._restoring.restored_s,
+            "overtaken": self._saving.overtaken,
+            "computed_tokens_per_s": self._computing.per_s,
+        }
+        if (tier := self._disk_tier) is not None and self._saving.writer is not None:
+            figures |= tier.stats() | self._saving.writer.stats()
         return {name: float(value or 0) for name, value in figures.items() if name != "problem"}
 
     def close(self, find: Callable[[bytes], int | None]) -> None:
         """Write what is left, for as long as a shutdown may take."""
-        if self._writer is None:
+        writer = self._saving.writer
+        if writer is None:
             return
         deadline = time.monotonic() + FLUSH_S
         while self.offer(find) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self._writer.flush(max(0.0, deadline - time.monotonic()))
-        self._writer.close(0.5)
+        writer.flush(max(0.0, deadline - time.monotonic()))
+        writer.close(0.5)
 
-    def _end(self, ticket: int, receiver: Receiver) -> None:
-        if ticket in self._errands:
-            self.drop(ticket)
-            receiver.arrived(ticket, more=False)
+    @property
+    def _disk_tier(self) -> DiskTier | None:
+        return None if self._disk is None else self._disk.tier
+
+    def _pays(self, bytes_per_s: float | None, used_at: float) -> bool:
+        """Whether a block comes sooner at this rate, last measured then, than by computing; what is
+        not known any more, does."""
+        tokens_per_s = self._computing.per_s
+        old = time.monotonic() - used_at > TRY_AGAIN_S
+        if bytes_per_s is None or tokens_per_s is None or old:
+            return True
+        return self._size / bytes_per_s < self._block_tokens / tokens_per_s
+
+    def _disk_pays(self) -> bool:
+        return self._disk is not None and self._pays(self._disk.bytes_per_s, self._read_at)
 
     def _payload(self, tray: int) -> list[Payload]:
-        return [Payload("attention", self._trays[tray].numpy().data)]
+        return [Payload("attention", self._trays.rows[tray].numpy().data)]
 
-    def _release(self, key: bytes, tray: int) -> Callable[[object], None]:
-        def release(_: object) -> None:
-            self._offered.discard(key)
-            self._to_write.append(tray)
+    def _open_writer(self) -> None:
+        """In the reader's thread, when the disk can be used."""
+        assert self._disk_tier is not None
+        limit = self.queue_bytes  # the trays bound it sooner
+        self._saving.writer = Writer(self._disk_tier, limit, self._tell)
 
-        return release
-
-    # --- threads ---
-
-    def _read(self, spec: ShelfSpec) -> None:
-        try:
-            digest = content_digest(spec.model, spec.digests)
-        except OSError as error:
-            log.warning("KV of %s is not kept on disk: %s", spec.label, error)
-            return
-        fingerprint = f"{digest} {spec.numerics}"
-        tier = DiskTier(spec.directory, spec.quota, fingerprint, label=spec.label)
-        # The queue is bounded by the trays.
-        self._writer = Writer(tier, self.tray_bytes, lambda event: log.warning("%s", event))
-        self._tier = tier
-        while True:
-            errand = self._asked.get()
-            for key in errand.keys:
-                tray = self._to_read.get()
-                if errand.dropped or not tier.load(key, self._payload(tray)):
-                    self._to_read.put(tray)
-                    break
-                self._arrived.append((errand, tray))
-                self._news.set()
-            self._arrived.append((errand, None))
-            self._news.set()
+    def _tell(self, words: str) -> None:
+        log.warning("%s", words)
+        self._notices.append(words)

@@ -5,9 +5,8 @@ tokens, and the oldest sequence is never asked to give way. The first makes pref
 chunking and recomputation one case; the second guarantees progress, because whatever is admitted
 fits the pool when it is alone there.
 
-KV that exists is not computed again: a sequence begins with the blocks that are known for its
-first tokens, and lets an older one that is computing the same beginning go ahead. A sequence that
-gave way finds its own again, unless somebody needed the room.
+KV that exists is not computed again (`reuse.py`). A sequence that gave way finds its own, unless
+somebody needed the room.
 
 Two things bound a step beside its limits. The pool of blocks: a sequence joins when the batch is
 expected to fit at its highest, and the youngest gives its blocks back when that was wrong. And the
@@ -16,14 +15,16 @@ gate, which knows what a step costs: chunks shrink, then the youngest sit a step
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.wire import Finish, Reserve
-from penstock.worker.kv.prefix import Chain, PrefixCache, root_key
+from penstock.worker.kv.prefix import PrefixCache
 from penstock.worker.scheduling.gate import StepShape
 from penstock.worker.scheduling.lengths import OutputLengths, future_peak_blocks
+from penstock.worker.scheduling.plan import Plan, Slice
+from penstock.worker.scheduling.reuse import Reuse
 from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
 
 if TYPE_CHECKING:
@@ -32,94 +33,17 @@ if TYPE_CHECKING:
 
     from penstock.wire import Submit
     from penstock.worker.kv.blocks import BlockPool
+    from penstock.worker.scheduling.plan import StepLimits
     from penstock.worker.scheduling.policy import StepPacer
+    from penstock.worker.scheduling.reuse import Tier
 
     class Gate(Protocol):
         """Whether a step of a shape has the memory it needs."""
 
         def admits(self, shape: StepShape) -> bool: ...
 
-    class Tier(Protocol):
-        """KV that is kept elsewhere, by the keys of its blocks."""
-
-        def keep(self, key: bytes) -> None: ...
-
-        def covers(self, keys: list[bytes]) -> int: ...
-
-        def fetch(self, keys: list[bytes]) -> int: ...
-
-        def drop(self, ticket: int) -> None: ...
-
 
 FLOOR_TOKENS = 16  # a chunk is not cut below this for want of memory
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """What one step may hold."""
-
-    tokens: int
-    sequences: int
-    block_tokens: int
-    logit_rows: int  # rows whose logits are computed: bounds the [rows, vocabulary] matrix
-    reserve: Reserve = Reserve.EXPECTED
-    # Rows of a chunk times the context they see: what attention over it may take.
-    pairs: int = 1 << 40
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Tokens `start .. start + count` of a sequence, computed in one step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """One past the last token."""
-        return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is in it, so its row gives the next one."""
-        return self.end == len(self.sequence.tokens)
-
-    @property
-    def logit_rows(self) -> int:
-        """How many of its rows need logits."""
-        return self.count if self.sequence.wants_prompt_logits else int(self.samples)
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step's work: sequences that decode first, then chunks, each group by arrival."""
-
-    decodes: list[Slice] = field(default_factory=list)
-    chunks: list[Slice] = field(default_factory=list)
-
-    @property
-    def slices(self) -> list[Slice]:
-        """All of it, in batch order."""
-        return self.decodes + self.chunks
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the forward."""
-        return len(self.decodes) + self.chunk_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Rows that are not decodes."""
-        return sum(piece.count for piece in self.chunks)
-
-    @property
-    def shape(self) -> StepShape:
-        """What its cost depends on."""
-        shape = StepShape()
-        for piece in self.slices:
-            shape = shape.plus(piece.count, piece.end, piece.logit_rows)
-        return shape
 
 
 class Scheduler:
@@ -144,7 +68,7 @@ class Scheduler:
                 f"beside {limits.sequences} sequences that sample"
             )
         self.cache = PrefixCache(pool, None if tier is None else tier.keep)
-        self._tier = tier
+        self._reuse = Reuse(self.cache, tier, limits.block_tokens)
         self._limits = limits
         self._pacer = pacer
         self._gate = gate
@@ -172,27 +96,19 @@ class Scheduler:
         """Blocks are being read for somebody."""
         return any(sequence.ticket is not None for sequence in self._running)
 
-    def place(self, ticket: int) -> int | None:
-        """Where the next block that was read under a ticket belongs; None: it is not wanted."""
+    def place(self, ticket: int, index: int) -> int | None:
+        """Where a block that was asked for under a ticket belongs; None: it is not wanted."""
         for sequence in self._running:
             if sequence.ticket == ticket:
-                return sequence.blocks[sequence.computed // self._limits.block_tokens]
+                return sequence.blocks[sequence.fetched_from + index]
         return None
 
     def arrived(self, ticket: int, *, more: bool) -> None:
         """The block that belonged there is in its place; or, without more, no others will come."""
         for sequence in self._running:
-            if sequence.ticket != ticket:
-                continue
-            if not more:
-                sequence.ticket = None
+            if sequence.ticket == ticket:
+                self._reuse.arrived(sequence, more=more)
                 return
-            index = sequence.computed // self._limits.block_tokens
-            assert sequence.chain is not None
-            self.cache.know(sequence.blocks[index], sequence.chain.key(index))
-            self._reuse(sequence, index + 1)
-            if index + 1 == sequence.awaited:
-                sequence.ticket = None
 
     def most_tokens(self) -> int:
         """The longest sequence that can ever run here."""
@@ -213,7 +129,7 @@ class Scheduler:
         assert len(request.prompt) + request.max_tokens <= self.most_tokens(), "can never fit"
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals)
-        sequence.chain = Chain(root_key(request.salt), sequence.tokens, self._limits.block_tokens)
+        self._reuse.begin(sequence)
         self._waiting.append(sequence)
 
     def cancel(self, request_id: int) -> bool:
@@ -252,7 +168,7 @@ class Scheduler:
         for piece in plan.slices:
             samples = piece.samples
             piece.sequence.computed = piece.end
-            self._make_known(piece.sequence)
+            self._reuse.make_known(piece.sequence)
             if samples:
                 piece.sequence.tokens.append(UNKNOWN)
 
@@ -266,7 +182,7 @@ class Scheduler:
                 continue
             token = sampled[sequence.id]
             sequence.tokens[piece.end] = token
-            self._make_known(sequence)
+            self._reuse.make_known(sequence)
             if end := _finish(sequence, token, piece.end + 1 - sequence.prompt_tokens):
                 finished[sequence.id] = end
                 del sequence.tokens[piece.end + 1 :]
@@ -342,7 +258,8 @@ class Scheduler:
                 budget -= self._plan_chunk(self._running[-1], budget, plan)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
-        if self._catch_up(sequence):
+        older = itertools.takewhile(lambda other: other is not sequence, self._running)
+        if self._reuse.catch_up(sequence, older):
             return 0
         count = min(sequence.pending, budget)
         count = min(count, max(FLOOR_TOKENS, self._limits.pairs // (sequence.computed + count)))
@@ -383,7 +300,7 @@ class Scheduler:
         sequence = self._waiting[0]
         if sequence.tokens[-1] == UNKNOWN:
             return False  # gave way with a token on its way: the next step knows it
-        found = self._find(sequence)
+        found = self._reuse.find(sequence)
         held = sum(map(self.cache.is_held, found))
         if self._blocks_for(len(sequence.tokens)) - held > self.cache.free:
             return False
@@ -397,9 +314,9 @@ class Scheduler:
             self.cache.give(found)
             raise
         sequence.blocks = found + new
-        self._reuse(sequence, len(found))
+        self._reuse.use(sequence, len(found))
         self._running.append(self._waiting.popleft())
-        self._fetch(sequence)
+        self._reuse.fetch(sequence)
         return True
 
     def _fits_to_the_end(self, newcomer: Sequence, shared: int) -> bool:
@@ -420,79 +337,6 @@ class Scheduler:
             to_come = min(left, int(self.lengths.remaining(sequence.generated)))
             expected.append((len(sequence.tokens), to_come))
         return future_peak_blocks(expected, self._limits.block_tokens) <= capacity
-
-    def _fetch(self, sequence: Sequence) -> None:
-        """Have the blocks read that the tier has, from the first that is not here."""
-        chain = sequence.chain
-        if self._tier is None or chain is None or sequence.wants_prompt_logits:
-            return
-        last = (len(sequence.tokens) - 1) // self._limits.block_tokens
-        keys = [chain.key(index) for index in range(sequence.known, last)]
-        if count := self._tier.covers(keys):
-            sequence.ticket = self._tier.fetch(keys[:count])
-            sequence.awaited = sequence.known + count
-
-    def _find(self, sequence: Sequence) -> list[int]:
-        """The known blocks of its first tokens."""
-        found: list[int] = []
-        while (block := self._known(sequence, len(found))) is not None:
-            found.append(block)
-        return found
-
-    def _known(self, sequence: Sequence, index: int) -> int | None:
-        """The known block that could be the sequence's at an index."""
-        chain = sequence.chain
-        # The last token is computed in any case: its row gives the next one.
-        last = (len(sequence.tokens) - 1) // self._limits.block_tokens
-        if chain is None or sequence.wants_prompt_logits or index >= last:
-            return None
-        return self.cache.find(chain.key(index))
-
-    def _catch_up(self, sequence: Sequence) -> bool:
-        """Use what others have computed by now; whether an older one is at the next block."""
-        while sequence.computed % self._limits.block_tokens == 0:
-            index = sequence.computed // self._limits.block_tokens
-            block = self._known(sequence, index)
-            if block is None:
-                return self._is_coming(sequence, index)
-            self.cache.share(block)
-            self.cache.give([sequence.blocks[index]])
-            sequence.blocks[index] = block
-            self._reuse(sequence, index + 1)
-        return False
-
-    def _is_coming(self, sequence: Sequence, index: int) -> bool:
-        """Whether an older sequence is about to compute the same block."""
-        end = (index + 1) * self._limits.block_tokens
-        chain = sequence.chain
-        if chain is None or sequence.wants_prompt_logits or end >= len(sequence.tokens):
-            return False
-        for other in self._running:
-            if other is sequence:
-                break
-            ahead = not other.decoding and other.computed < end < len(other.tokens)
-            if ahead and other.chain is not None and other.chain.key(index) == chain.key(index):
-                return True
-        return False
-
-    def _reuse(self, sequence: Sequence, blocks: int) -> None:
-        """The first blocks of a sequence are computed and known."""
-        sequence.known = blocks
-        sequence.computed = blocks * self._limits.block_tokens
-        if not sequence.preempted:  # what it had computed itself is not counted
-            sequence.reused = sequence.computed
-
-    def _make_known(self, sequence: Sequence) -> None:
-        """Let others find the blocks that are full and whose tokens are here."""
-        size = self._limits.block_tokens
-        if sequence.chain is None:
-            return
-        while (end := (sequence.known + 1) * size) <= sequence.computed:
-            if sequence.tokens[end - 1] == UNKNOWN:
-                return
-            block = sequence.blocks[sequence.known]
-            self.cache.know(block, sequence.chain.key(sequence.known))
-            sequence.known += 1
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Blocks for `count` more tokens, taken from younger sequences if need be."""
@@ -533,9 +377,7 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        if sequence.ticket is not None and self._tier is not None:
-            self._tier.drop(sequence.ticket)
-            sequence.ticket = None
+        self._reuse.end(sequence)
         self.cache.give(sequence.blocks)
         sequence.blocks = []
 

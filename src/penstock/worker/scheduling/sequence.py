@@ -26,6 +26,7 @@ class Sequence:
     known: int = 0  # blocks, from the first on, that others can find
     reused: int = 0  # prompt tokens that were found computed
     ticket: int | None = None  # under which blocks of it are being read; it is not computed then
+    fetched_from: int = 0  # the first block that is read under it
     awaited: int = 0  # blocks that it will have when all have been read
     preempted: int = 0  # how often it gave way
     scored: int = 0  # prompt tokens whose log-probabilities were sent

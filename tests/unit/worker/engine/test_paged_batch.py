@@ -7,7 +7,7 @@ import pytest
 
 from penstock.wire import Sampling, Submit
 from penstock.worker.engine.paged_batch import Cut, describe
-from penstock.worker.scheduling.scheduler import Plan, Slice
+from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.sequence import UNKNOWN, Sequence
 
 CUT = Cut(block_tokens=4, columns=8, spread=6, tile_rows=3)

@@ -12,7 +12,7 @@ from penstock.wire import Sampling, Submit
 from penstock.worker.caps import NoCap
 from penstock.worker.engine.memory import StepMemory
 from penstock.worker.profile import Profile
-from penstock.worker.scheduling.scheduler import Plan, Slice, StepLimits
+from penstock.worker.scheduling.plan import Plan, Slice, StepLimits
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(taken).intersection(self.held), "a block has two owners"
         self.held += taken
         # However the limit has moved: nothing beyond it is committed for this.
-        if taken:
+        if taken and self.total % self.extent_blocks == 0:
             allowed = -(-(self.pool.capacity + 1) // self.extent_blocks)
             assert self.pool.committed <= max(allowed, self.committed_before)
 

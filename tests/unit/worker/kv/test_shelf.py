@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.tiers import DiskTier, Quota
+from penstock.tiers import DiskTier, Quota, Store
+from penstock.worker.kv import disk_reader, restoring, trays
 from penstock.worker.kv import shelf as shelf_module
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
-from penstock.worker.kv.shelf import Shelf, ShelfSpec
+from penstock.worker.kv.disk_reader import ShelfSpec
+from penstock.worker.kv.shelf import Shelf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +30,14 @@ class Receiver:
     """Wants blocks from `first` on; notes what it is told."""
 
     def __init__(self, first: int) -> None:
-        self.next: int | None = first
+        self.first: int | None = first
         self.told: list[tuple[int, bool]] = []
 
-    def place(self, ticket: int) -> int | None:
-        return self.next
+    def place(self, ticket: int, index: int) -> int | None:
+        return None if self.first is None else self.first + index
 
     def arrived(self, ticket: int, *, more: bool) -> None:
         self.told.append((ticket, more))
-        if more and self.next is not None:
-            self.next += 1
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def until(what: Callable[[], object]) -> None:
 def opened(arena: Arena, spec: ShelfSpec) -> Shelf:
     made = Shelf(arena, spec, 1 << 30)
     made.start()
-    until(made.stats)
+    until(lambda: "saved" in made.stats())
     return made
 
 
@@ -128,6 +128,7 @@ def test_a_damaged_block_ends_the_errand(arena: Arena, spec: ShelfSpec) -> None:
     content[-7] ^= 1
     victim.write_bytes(content)
     receiver = Receiver(40)
+    shelf = opened(arena, spec)  # whose trays are empty
     fetch_all(shelf, receiver, KEYS)
     assert [more for _, more in receiver.told] == [True] * 5 + [False]
     assert shelf.covers(KEYS) == 5
@@ -138,6 +139,7 @@ def test_what_is_dropped_is_put_nowhere_and_blocks_nobody(arena: Arena, spec: Sh
     fill(arena, 1, len(KEYS))
     shelf = opened(arena, spec)
     save_all(shelf, 1)
+    shelf = opened(arena, spec)
     before = arena.bytes_of(40).clone()
     for _ in range(300):  # more than there are trays, if one were lost each time
         shelf.drop(shelf.fetch(KEYS))
@@ -146,16 +148,20 @@ def test_what_is_dropped_is_put_nowhere_and_blocks_nobody(arena: Arena, spec: Sh
     assert [more for _, more in receiver.told] == [True] * 3 + [False]
     assert torch.equal(arena.bytes_of(40), before)
     nobody = Receiver(40)
-    nobody.next = None  # it ended while its blocks were being read
-    fetch_all(shelf, nobody, KEYS[:3])
+    nobody.first = None  # it ended while its blocks were being read
+    for _ in range(300):
+        shelf.fetch(KEYS)
+        shelf.deliver(nobody)
     assert torch.equal(arena.bytes_of(40), before)
+    assert not nobody.told
+    fetch_all(shelf, Receiver(50), KEYS)
 
 
 def test_a_disk_that_hangs_is_not_waited_for(
     arena: Arena, spec: ShelfSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    save_all(opened(arena, spec), 1)
     shelf = opened(arena, spec)
-    save_all(shelf, 1)
     answers = threading.Event()
     load = DiskTier.load
 
@@ -163,7 +169,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
         return answers.wait(20) and load(tier, key, into)
 
     monkeypatch.setattr(DiskTier, "load", hanging)
-    monkeypatch.setattr(shelf_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(restoring, "PATIENCE_S", 0.05)
     receiver = Receiver(40)
     fetch_all(shelf, receiver, KEYS)
     assert receiver.told == [(1, False)]
@@ -178,15 +184,19 @@ def test_a_disk_that_hangs_is_not_waited_for(
     assert receiver.told == [(1, False)]
 
 
-def test_what_is_sooner_computed_is_not_read(arena: Arena, spec: ShelfSpec) -> None:
+def test_what_is_sooner_computed_is_not_read(
+    arena: Arena, spec: ShelfSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(opened(arena, spec), 1)
     shelf = opened(arena, spec)
-    save_all(shelf, 1)
-    fetch_all(shelf, Receiver(40), KEYS)  # now the disk's rate is known
+    fetch_all(shelf, Receiver(40), KEYS[:6])  # now the disk's rate is known
     shelf.computed(tokens=16, seconds=10.0)
     assert shelf.covers(KEYS) == len(KEYS)
     for _ in range(60):
         shelf.computed(tokens=1 << 20, seconds=1e-6)
-    assert shelf.covers(KEYS) == 0
+    assert shelf.covers(KEYS[6:]) == 0
+    monkeypatch.setattr(shelf_module, "TRY_AGAIN_S", 0.0)  # the disk may have been busy then
+    assert shelf.covers(KEYS[6:]) == 6
 
 
 def test_a_block_that_was_given_up_before_its_turn_is_not_saved(
@@ -197,3 +207,157 @@ def test_a_block_that_was_given_up_before_its_turn_is_not_saved(
     assert not shelf.offer(lambda _: None)
     shelf.close(lambda _: None)
     assert shelf.stats()["accepted"] == 0
+
+
+@pytest.fixture
+def roomy(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """Without a disk, for a tier in RAM of many pieces."""
+    monkeypatch.setattr(trays, "EXTENT_BYTES", 8 * LAYOUT.block_bytes)
+    made = Shelf(arena, None, 1 << 20, most_tier_bytes=64 * LAYOUT.block_bytes)
+    made.start()
+    return made
+
+
+def kept(shelf: Shelf) -> int:
+    return shelf.covers(KEYS)
+
+
+def test_blocks_come_back_from_ram_without_a_disk(arena: Arena, roomy: Shelf) -> None:
+    fill(arena, 1, len(KEYS))
+    for key in KEYS:
+        roomy.keep(key)
+    assert not roomy.offer(lambda key: 1 + key[0]), "nothing was granted"
+    assert kept(roomy) == 0
+    roomy.grant(64 * LAYOUT.block_bytes)
+    until(lambda: not roomy.offer(lambda key: 1 + key[0]))
+    assert kept(roomy) == len(KEYS)
+    receiver = Receiver(40)
+    fetch_all(roomy, receiver, KEYS)
+    for n in range(len(KEYS)):
+        assert torch.equal(arena.bytes_of(1 + n), arena.bytes_of(40 + n))
+    assert roomy.stats()["ram_hits"] == len(KEYS)
+
+
+def test_ram_that_is_taken_back_is_given_back(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    for number in range(60):
+        roomy.keep(bytes([number]) * 16)
+        roomy.offer(lambda key: 1 + key[0])
+    held = roomy.stats()["ram_held_bytes"]
+    assert 0 < held <= roomy.tier_bytes <= 64 * LAYOUT.block_bytes
+    roomy.grant(int(held) // 2)
+    assert roomy.stats()["ram_held_bytes"] <= roomy.tier_bytes <= held // 2
+    roomy.grant(0)
+    assert roomy.stats()["ram_held_bytes"] == roomy.tier_bytes == 0
+    # What is left in the first trays is whole.
+    left = [key for key in (bytes([n]) * 16 for n in range(60)) if roomy.covers([key])]
+    for key in left:
+        receiver = Receiver(62)
+        fetch_all(roomy, receiver, [key])
+        assert torch.equal(arena.bytes_of(62), arena.bytes_of(1 + key[0]))
+
+
+def test_a_tray_that_is_wanted_is_not_given_to_another(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    fill(arena, 1, 60)
+    for key in KEYS:
+        roomy.keep(key)
+    until(lambda: not roomy.offer(lambda key: 1 + key[0]))
+    wanted = [arena.bytes_of(1 + n).clone() for n in range(len(KEYS))]
+    ticket = roomy.fetch(KEYS)
+    roomy.grant(0)  # the trays are held: they stay until they are copied from
+    for number in range(100, 250):
+        roomy.keep(bytes([number]) * 16)
+        roomy.offer(lambda key: 20 + key[0] % 20)
+    receiver = Receiver(45)
+    roomy.deliver(receiver)
+    assert receiver.told == [(ticket, True)] * len(KEYS) + [(ticket, False)]
+    for n, block in enumerate(wanted):
+        assert torch.equal(arena.bytes_of(45 + n), block)
+
+
+def test_blocks_known_before_the_disk_is_ready_are_saved_too(arena: Arena, spec: ShelfSpec) -> None:
+    shelf = Shelf(arena, spec, 1 << 30)
+    for key in KEYS:
+        shelf.keep(key)
+    assert shelf.offer(lambda key: 1 + key[0])
+    shelf.start()
+    until(lambda: not shelf.offer(lambda key: 1 + key[0]))
+    until(lambda: shelf.stats().get("saved") == len(KEYS))
+
+
+def test_threads_that_read_do_not_keep_trays_from_the_block_that_is_next(
+    arena: Arena, spec: ShelfSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(opened(arena, spec), 1)
+    monkeypatch.setattr(shelf_module, "READ_BYTES", 0)
+    monkeypatch.setattr(disk_reader, "reader_threads", lambda: 8)  # of which two have trays
+    monkeypatch.setattr(shelf_module, "reader_threads", lambda: 1)
+    load = DiskTier.load
+
+    def first_is_slow(tier: DiskTier, key: bytes, into: Sequence[Payload]) -> bool:
+        time.sleep(0.02 if key[0] % 4 == 0 else 0.0)
+        return load(tier, key, into)
+
+    monkeypatch.setattr(DiskTier, "load", first_is_slow)
+    monkeypatch.setattr(restoring, "PATIENCE_S", 1.0)
+    shelf = opened(arena, spec)
+    for _ in range(5):
+        receiver = Receiver(40)
+        fetch_all(shelf, receiver, KEYS)
+        assert [more for _, more in receiver.told] == [True] * len(KEYS) + [False]
+        shelf._trays.cache.clear()
+
+
+def test_what_was_computed_before_a_clear_is_not_written_after_it(
+    arena: Arena, spec: ShelfSpec
+) -> None:
+    shelf = opened(arena, spec)
+    for key in KEYS[:6]:
+        shelf.keep(key)
+    time.sleep(0.001)
+    Store(spec.directory, spec.quota).clear()
+    for key in KEYS[6:]:
+        shelf.keep(key)
+    until(lambda: not shelf.offer(lambda key: 1 + key[0]))
+    until(lambda: shelf.stats()["saved"] + shelf.stats()["cancelled"] == len(KEYS))
+    assert shelf.stats()["saved"] == 6
+    assert not shelf._saving._since
+
+
+def test_memory_that_was_in_use_is_given_back_later(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(60)]
+    for key in keys:
+        roomy.keep(key)
+    until(lambda: not roomy.offer(lambda key: 1 + key[0]))
+    ticket = roomy.fetch(keys)
+    roomy.grant(0)
+    assert roomy.tier_bytes > 0, "trays that are wanted were taken away"
+    roomy.drop(ticket)
+    roomy.trim()
+    assert roomy.tier_bytes == 0
+
+
+def test_a_tray_in_use_does_not_keep_the_others_memory(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(60)]
+    for key in keys:
+        roomy.keep(key)
+        roomy.offer(lambda key: 1 + key[0])
+    roomy.fetch(keys[:1] + keys[30:31])  # held until they are copied
+    before = roomy.stats()["ram_held_bytes"]
+    roomy.grant(int(before) - 8 * LAYOUT.block_bytes)
+    after = roomy.stats()["ram_held_bytes"]
+    assert after == before - 8 * LAYOUT.block_bytes
+    assert roomy.covers(keys[:1]) == roomy.covers(keys[30:31]) == 1
+
+
+def test_a_little_less_does_not_cost_everything(arena: Arena, roomy: Shelf) -> None:
+    roomy.grant(64 * LAYOUT.block_bytes)
+    keys = [bytes([number]) * 16 for number in range(20)]
+    for key in keys:
+        roomy.keep(key)
+        roomy.offer(lambda key: 1 + key[0])
+    roomy.grant(48 * LAYOUT.block_bytes)  # more than is in use
+    assert all(roomy.covers([key]) for key in keys)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from penstock.wire import Sampling, Submit
 from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.scheduling.plan import Plan, StepLimits
 from penstock.worker.scheduling.policy import StepPacer
-from penstock.worker.scheduling.scheduler import Plan, Scheduler, StepLimits
+from penstock.worker.scheduling.scheduler import Scheduler
 
 BLOCK = 4
 

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.wire import Finish, Reserve, Sampling, Submit
 from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.scheduling.plan import Plan, StepLimits
 from penstock.worker.scheduling.policy import StepPacer
-from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Plan, Scheduler, StepLimits
+from penstock.worker.scheduling.scheduler import FLOOR_TOKENS, Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu_memory import Between, make_room_for_logits
 from penstock.worker.models.kernels.reference import ReferenceKernels, gather
 
 if TYPE_CHECKING:
@@ -39,14 +38,11 @@ class CpuKernels(ReferenceKernels):
 
     def adopt(self, model: nn.Module) -> None:
         """Send what our kernels do better to them; weights stay where they are."""
-        between = Between()
         cpu_layers.adopt_rotation(model)
         # First, since its parts must still be plain.
-        cpu_layers.adopt_mlps(model, between)
-        cpu_layers.adopt_experts(model, between)
-        between.drop_behind(model)
+        cpu_layers.adopt_mlps(model)
+        cpu_layers.adopt_experts(model)
         _replace(model, _Quicker())
-        make_room_for_logits(model)
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
