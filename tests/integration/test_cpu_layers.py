@@ -10,6 +10,7 @@ import torch
 from penstock.testing import tiny
 from penstock.worker.models.kernels import cpu_layers
 from penstock.worker.models.kernels.cpu import CpuKernels
+from penstock.worker.models.kernels.cpu_memory import Between
 
 
 def _model(name: str) -> Any:
@@ -17,7 +18,9 @@ def _model(name: str) -> Any:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss", "glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "phi3", "gpt_oss", "glm4_moe", "qwen3_moe"]
+)
 def test_an_adopted_model_answers_as_before(name: str) -> None:
     model, ids = _model(name), torch.arange(2, 34)[None]
     expected = model(input_ids=ids, use_cache=False).logits
@@ -49,7 +52,7 @@ def test_angles_of_another_kind_are_left_alone() -> None:
 def test_experts_are_taken_in_slices_whatever_the_router_says(name: str) -> None:
     model = _model(name)
     experts = next(module for path, module in model.named_modules() if path.endswith(".experts"))
-    ours = cpu_layers.SlicedExperts.of(experts)
+    ours = cpu_layers.SlicedExperts.of(experts, Between())
     assert ours is not None
     count, hidden, _ = ours._shape()
     chance = torch.Generator().manual_seed(1)

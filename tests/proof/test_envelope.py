@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.proof
 
 MIB = 1 << 20
 STEPS = 200
+SEED = int(os.environ.get("ENVELOPE_SEED", "2"))  # of the shapes
 # Steps of 40 MB and more: the margin for noise does not shrink with the model.
 WIDE = {"hidden_size": 256, "intermediate_size": 12288}
 SPARSE = {**WIDE, "moe_intermediate_size": 16384, "num_experts": 4, "num_hidden_layers": 2}
@@ -37,7 +39,7 @@ def test_the_starter_model(starter_folder: Path, capsys: pytest.CaptureFixture[s
     spec = LoadSpec(
         starter_folder.name, str(starter_folder), "cpu", "float32", 1200 * MIB, capped=False
     )
-    judge(measured_steps(spec, STEPS, timeout_s=3600), capsys)
+    judge(measured_steps(spec, STEPS, seed=SEED, timeout_s=3600), capsys)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +59,4 @@ def test_tiny_models(
         threads=1,
         capped=False,
     )
-    judge(measured_steps(spec, STEPS, timeout_s=1200), capsys)
+    judge(measured_steps(spec, STEPS, seed=SEED, timeout_s=1200), capsys)

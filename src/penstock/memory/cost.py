@@ -42,6 +42,7 @@ class CostModel(msgspec.Struct, frozen=True):
     measured: tuple[Measured, ...]  # made monotonic: a larger step never costs less
     kv_bytes_per_token: int
     block_tokens: int
+    floor: int = 0  # of any step
 
     def step(self, tokens: int, sequences: int, context: int, logit_rows: int) -> int:
         """Bytes that a step of this shape takes at most, KV aside."""
@@ -60,7 +61,7 @@ class CostModel(msgspec.Struct, frozen=True):
                 least = max(least, point.bytes)
             if t >= tokens and s >= sequences and c >= context and r >= logit_rows:
                 most = min(most, point.bytes)
-        return max(least, most)
+        return max(least, most, self.floor)
 
     def sequence(self, tokens: int) -> int:
         """Bytes of KV of a sequence of that many tokens: whole blocks."""
@@ -68,8 +69,13 @@ class CostModel(msgspec.Struct, frozen=True):
         return blocks * self.block_tokens * self.kv_bytes_per_token
 
 
-def fit(points: Iterable[Measured], kv_bytes_per_token: int, block_tokens: int) -> CostModel:
-    """The lowest plane on or above every point (least sum of distances), and the points."""
+def fit(
+    points: Iterable[Measured], kv_bytes_per_token: int, block_tokens: int, floor: int = 0
+) -> CostModel:
+    """The lowest plane on or above every point (least sum of distances), and the points.
+
+    No step is said to take less than `floor`, nor more for it than the largest that was measured.
+    """
     known = _monotonic(list(points))
     if not known:
         raise ValueError("a cost model needs at least one measured step")
@@ -83,6 +89,7 @@ def fit(points: Iterable[Measured], kv_bytes_per_token: int, block_tokens: int) 
         measured=tuple(known),
         kv_bytes_per_token=kv_bytes_per_token,
         block_tokens=block_tokens,
+        floor=min(floor, max(point.bytes for point in known)),
     )
 
 

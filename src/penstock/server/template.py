@@ -35,11 +35,15 @@ WORKER_ENVIRONMENT = {
     # and pages that go back to the system are faulted in anew by every layer, a quarter to a third
     # of a prompt's time. It goes back when somebody asks for it. Fixed thresholds also switch off
     # glibc's own growing ones, so that a step takes today what it took when it was measured.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    # What is larger than the buffers that MKL asks for at every product (4 to 6 MiB) has a mapping
+    # of its own: it leaves no hole that a smaller tensor may settle in, and to fetch its pages anew
+    # is little beside the products that fill it.
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "2",
-    # Huge pages where the kernel has them: fewer faults, and a heap's holes count as they are used.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # Pages of the usual size: MKL touches little of its buffers, and of huge ones a quarter more
+    # would be held, or not, as a tensor happens to lie. Steps take as long.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
     # MKL would keep buffers of its own, of the sizes that it happened to see.
     "MKL_DISABLE_FAST_MM": "1",
     # A thread at the end of its share waits for the others: spinning for some hundred microseconds,

@@ -35,10 +35,12 @@ class MeasuredStep:
     shape: str
 
 
-def measured_steps(spec: LoadSpec, count: int, timeout_s: float = 600) -> list[MeasuredStep]:
+def measured_steps(
+    spec: LoadSpec, count: int, *, seed: int = 2, timeout_s: float = 600
+) -> list[MeasuredStep]:
     """Load `spec` in a process of its own and run `count` random steps; largest measured last."""
     done = subprocess.run(
-        [sys.executable, "-m", __name__, msgspec.json.encode(spec), str(count)],
+        [sys.executable, "-m", __name__, msgspec.json.encode(spec), str(count), str(seed)],
         stdout=subprocess.PIPE,
         timeout=timeout_s,
         check=True,
@@ -84,12 +86,12 @@ def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
     )
 
 
-def _main(spec: LoadSpec, count: int) -> None:
+def _main(spec: LoadSpec, count: int, seed: int) -> None:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     engine = load_engine(spec, lambda *_: None)
     cost, bench = engine.ready().cost, engine.bench
-    chance = random.Random(2)
+    chance = random.Random(seed)
     stress = Stress(bench.executor, bench.arena, bench.pool, bench.meter, bench.limits.tokens)
     for _ in range(count):
         shape, took = stress.measure(_trial(chance, engine), bench.vocabulary)
@@ -98,4 +100,4 @@ def _main(spec: LoadSpec, count: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(msgspec.json.decode(sys.argv[1], type=LoadSpec), int(sys.argv[2]))
+    _main(msgspec.json.decode(sys.argv[1], type=LoadSpec), int(sys.argv[2]), int(sys.argv[3]))

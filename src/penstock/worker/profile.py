@@ -49,6 +49,9 @@ SHRINK = 0.95
 RETRIES = 3
 # A token of a request on the Python side: two places in lists and a number.
 HOST_BYTES_PER_TOKEN = 48
+# Below this a step in RAM is not told from another: the buffer of a product more or less is chance,
+# and half of what it takes. It costs no KV, which has what the largest step leaves.
+CHANCE_BYTES = 24 << 20
 HOST_BYTES = 4 << 20  # frames, outputs and the interpreter's own comings and goings
 
 
@@ -221,7 +224,8 @@ def _measure(bench: Bench, limits: StepLimits, trials: Iterable[Trial]) -> CostM
     if failed:
         return None
     layout = bench.arena.layout
-    return fit(points, layout.token_bytes, layout.block_tokens)
+    floor = CHANCE_BYTES if bench.arena.in_ram else 0
+    return fit(points, layout.token_bytes, layout.block_tokens, floor)
 
 
 def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:

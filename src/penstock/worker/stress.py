@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from penstock.worker.scheduling.gate import StepShape
     from penstock.worker.scheduling.plan import StepLimits
 
-# Measuring is about this good. A heap grows by huge pages, what it hands out depends a little on
-# what came before, and pages are counted per processor and summed up now and then. Of a GPU torch
-# takes pieces of 20 MiB, and of 2 for small tensors: a step between two that were measured may
-# need one more of them, and what little a step leaves behind may hold another.
-_RAM_NOISE_BYTES = 4 << 20
+# Measuring is about this good. What a heap hands out depends a little on what came before, and
+# pages are counted per processor and summed up now and then. Of a GPU torch takes pieces of 20 MiB,
+# and of 2 for small tensors: a step between two that were measured may need one more of them, and
+# what little a step leaves behind may hold another.
+_RAM_NOISE_BYTES = 2 << 20
 _GPU_NOISE_BYTES = 44 << 20
 _NOISE_SHARE = 0.05
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
-# The smallest of steps may be the one that touches the heap's next huge pages.
+# The smallest of steps may be the one that finds no hole for the buffers of a product.
 _LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
 # Rows of which a matrix product on a CPU makes its copy in two pieces, the first being 384: a line
@@ -94,6 +94,11 @@ class Reach:
         limits = self.limits
         return min(limits.tokens, context, max(FLOOR_TOKENS, limits.pairs // context))
 
+    def _behind(self, chunk: int) -> int:
+        """A context at whose end a shorter chunk is tried: in RAM the longest that it may have."""
+        most = self.limits.pairs // chunk if self.in_ram else chunk
+        return min(self.longest, max(chunk, most))
+
     @property
     def each(self) -> int:
         """The context of each of a full batch of decodes."""
@@ -146,10 +151,9 @@ class Reach:
         yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(scored=self.scored, scored_context=longest)
         yield Trial(limits.sequences)
-        if whole // 4 > least:
-            yield Trial(chunk=whole // 4, context=whole // 4)
-        if whole > _BEYOND_A_PANEL:
-            yield Trial(chunk=_BEYOND_A_PANEL, context=_BEYOND_A_PANEL)
+        for some in (whole // 4, _BEYOND_A_PANEL):
+            if least < some < whole:
+                yield Trial(chunk=some, context=self._behind(some))
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)

@@ -92,6 +92,14 @@ def test_one_point_is_enough_and_none_is_not() -> None:
         fit([], 1024, 16)
 
 
+def test_a_floor_lifts_small_steps_and_never_the_largest() -> None:
+    points = [Measured(1, 1, 1, 1, 2 * MIB), Measured(512, 1, 512, 1, 30 * MIB)]
+    assert fit(points, 1, 16, floor=24 * MIB).step(1, 1, 1, 1) == 24 * MIB
+    assert fit(points, 1, 16, floor=64 * MIB).step(512, 1, 512, 1) == fit(points, 1, 16).step(
+        512, 1, 512, 1
+    )
+
+
 def test_points_of_one_shape_keep_the_largest() -> None:
     shape = (8, 1, 8, 1)
     cost = fit([Measured(*shape, 5), Measured(*shape, 9), Measured(*shape, 7)], 1, 16)

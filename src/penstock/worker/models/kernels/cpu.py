@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models.kernels import cpu_layers
+from penstock.worker.models.kernels.cpu_memory import Between
 from penstock.worker.models.kernels.reference import ReferenceKernels, gather
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ class CpuKernels(ReferenceKernels):
 
     def adopt(self, model: nn.Module) -> None:
         """Send what our kernels do better to them; weights stay where they are."""
+        between = Between()
         cpu_layers.adopt_rotation(model)
         # First, since its parts must still be plain.
-        cpu_layers.adopt_mlps(model)
-        cpu_layers.adopt_experts(model)
+        cpu_layers.adopt_mlps(model, between)
+        cpu_layers.adopt_experts(model, between)
+        between.end_behind(model)
         _replace(model, _Quicker())
 
     def store(

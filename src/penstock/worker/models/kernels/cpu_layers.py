@@ -16,14 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from penstock.worker.models.kernels.cpu_memory import MANY_ROWS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from penstock.worker.models.kernels.cpu_memory import Between
+
+    Activation = Callable[[Tensor], Tensor]
     Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 _ROTATION = "apply_rotary_pos_emb"
-_MANY_ROWS = 49  # fewer have products of their own kind
 _EXPERT_ROWS = 128  # of one expert, computed at once
+_ACTIVATED_ROWS = 64
 
 
 def adopt_rotation(model: nn.Module) -> None:
@@ -85,101 +90,90 @@ def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
 
-class Between:
-    """Memory for what lies between the products of a layer, the same for all layers of a step.
-
-    A heap that gets it back after each layer gives parts of it to smaller tensors, and the next
-    layer's then comes to lie elsewhere: what a step takes would be a matter of chance.
-    """
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def take(self, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """Two matrices of so many rows, until somebody else takes some."""
-        size = count * width
-        if self._memory is None or self._memory.numel() < 2 * size:
-            self._memory = None  # before there is another
-            self._memory = torch.empty(2 * size)
-        first, second = self._memory[:size], self._memory[size : 2 * size]
-        return first.view(count, width), second.view(count, width)
-
-    def drop(self, *_: object) -> None:
-        """The layers of this step are done."""
-        self._memory = None
-
-
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)) without copies of what lies between."""
+    """down(activation(gate(x)) * up(x)) without copies of what lies between."""
 
     gate_proj: Any  # linear, of whatever kind
     up_proj: Any
     down_proj: Any
 
-    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+    def __init__(
+        self, linears: Iterable[nn.Module], activate: Activation, between: Between
+    ) -> None:
         super().__init__()
-        self.gate_proj = gate
-        self.up_proj = up
-        self.down_proj = down
-        self.between: Between | None = None
+        self.gate_proj, self.up_proj, self.down_proj = linears
+        self._activate = activate
+        self._between = between
 
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., hidden]."""
         count = rows.numel() // rows.shape[-1]
-        if self.between is None or count < _MANY_ROWS:
+        if count < MANY_ROWS:
             inner, other = self.gate_proj(rows), self.up_proj(rows)
         else:
-            inner, other = self._products(rows.reshape(count, -1), self.between)
+            inner, other = self._products(rows.reshape(count, -1))
             inner = inner.view(*rows.shape[:-1], -1)
-        answer: Tensor = self.down_proj(
-            nn.functional.silu(inner, inplace=True).mul_(other.view(inner.shape))
-        )
+        answer: Tensor = self.down_proj(self._activate(inner).mul_(other.view(inner.shape)))
         return answer
 
-    def _products(self, rows: Tensor, between: Between) -> tuple[Tensor, Tensor]:
-        gate, up = between.take(len(rows), self.gate_proj.out_features)
-        for projection, answer in ((self.gate_proj, gate), (self.up_proj, up)):
+    def _products(self, rows: Tensor) -> list[Tensor]:
+        answers = self._between.take(*[(len(rows), self.gate_proj.out_features)] * 2)
+        for projection, answer in zip((self.gate_proj, self.up_proj), answers, strict=True):
             torch.mm(rows, projection.weight.t(), out=answer)
             if projection.bias is not None:
                 answer.add_(projection.bias)
-        return gate, up
+        return answers
 
 
-def _share_between(model: nn.Module) -> None:
-    """One `Between` for all layers; dropped behind the last of them, and when a step fails."""
-    between = Between()
-    for module in model.modules():
-        if isinstance(module, GatedMlp):
-            module.between = between
-    body = getattr(model, "base_model", model)
-    body.register_forward_hook(between.drop, always_call=True)
+def _silu(inner: Tensor) -> Tensor:
+    return nn.functional.silu(inner, inplace=True)
 
 
-def adopt_mlps(model: nn.Module) -> None:
+def _in_slices(activation: Activation) -> Activation:
+    """Any other, in place as well: a copy of a few rows at a time."""
+
+    def activate(inner: Tensor) -> Tensor:
+        for some in torch.split(inner.view(-1, inner.shape[-1]), _ACTIVATED_ROWS):
+            some.copy_(activation(some))
+        return inner
+
+    return activate
+
+
+def adopt_mlps(model: nn.Module, between: Between) -> None:
     """Compute gated mlps in place, over memory that all layers share."""
-    same: dict[object, bool] = {}  # by kind: a model's layers are alike
+    known: dict[object, Activation | None] = {}  # by kind: a model's layers are alike
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (mlp := _gated_mlp(child)) is None:
+            if (linears := _gated_linears(child)) is None:
                 continue
-            width = mlp.gate_proj.weight.shape
-            kind = (type(child), type(getattr(child, "act_fn", None)), width)
-            if kind not in same:
-                same[kind] = _answers_alike(child, mlp)
-            if same[kind]:
-                setattr(parent, name, mlp)
-    _share_between(model)
+            kind = (type(child), type(getattr(child, "act_fn", None)), linears[0].weight.shape)
+            if kind not in known:
+                known[kind] = _activation_of(child, linears, between)
+            if (activate := known[kind]) is not None:
+                setattr(parent, name, GatedMlp(linears, activate, between))
 
 
-def _gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """What may be the same computation; None for what is something else."""
+def _gated_linears(module: nn.Module) -> list[nn.Linear] | None:
+    """Of what may be the same computation; None for what is something else."""
     parts = dict(module.named_children())
     linears = [parts.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if any(type(linear) is not nn.Linear for linear in linears) or set(parts) - {"act_fn"}:
+    own = (module, *parts.values())  # an activation may have weights too, and of each layer others
+    if set(parts) - {"act_fn"} or any(True for part in own for _ in part.parameters(recurse=False)):
         return None
-    if any(True for _ in module.parameters(recurse=False)):
-        return None
-    return GatedMlp(*(linear for linear in linears if linear is not None))
+    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    return plain if len(plain) == len(linears) else None
+
+
+def _activation_of(
+    module: nn.Module, linears: list[nn.Linear], between: Between
+) -> Activation | None:
+    """With which a gated mlp answers as `module` does; None: with none."""
+    own = getattr(module, "act_fn", None)
+    for activate in (_silu, *([] if own is None else [_in_slices(own)])):
+        if _answers_alike(module, GatedMlp(linears, activate, between)):
+            return activate
+    return None
 
 
 def _answers_alike(module: nn.Module, mlp: GatedMlp) -> bool:
@@ -201,19 +195,20 @@ class SlicedExperts:
 
     even = True
 
-    def __init__(self, module: Any, gate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: Any, gate: Activation, between: Between) -> None:
         self._experts = module
         self._gate = gate
+        self._between = between
         self._transposed = bool(getattr(module, "is_transposed", False))
 
     @classmethod
-    def of(cls, module: Any) -> SlicedExperts | None:
+    def of(cls, module: Any, between: Between) -> SlicedExperts | None:
         """For experts that lie in one weight and give the same answers on a sample."""
         weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if any(not isinstance(weight, Tensor) or weight.dim() != 3 for weight in weights):
             return None
         for gate in (_silu_gate, getattr(module, "_apply_gate", _silu_gate)):
-            ours = cls(module, gate)
+            ours = cls(module, gate, between)
             if ours._answers_as(module):
                 return ours
         return None
@@ -234,7 +229,7 @@ class SlicedExperts:
         """Rows [T, hidden], the experts chosen for each and their shares, both [T, k]."""
         experts, hidden, both = self._shape()
         most = min(len(hidden_states), _EXPERT_ROWS)
-        memory = [hidden_states.new_empty(most, width) for width in (hidden, both, hidden)]
+        memory = self._between.take((most, hidden), (most, both), (most, hidden))
         answer = torch.zeros_like(hidden_states)
         sent, weights = chosen.reshape(-1), shares.reshape(-1, 1)
         order = sent.argsort(stable=True)
@@ -272,13 +267,13 @@ def _silu_gate(both: Tensor) -> Tensor:
     return nn.functional.silu(gate, inplace=True).mul_(up)
 
 
-def adopt_experts(model: nn.Module) -> None:
+def adopt_experts(model: nn.Module, between: Between) -> None:
     """Compute experts in slices where the answers are the same.
 
     What does so is marked `even`: a profile need not try how tokens might be routed.
     """
     for module in model.modules():
-        if (experts := SlicedExperts.of(module)) is not None:
+        if (experts := SlicedExperts.of(module, between)) is not None:
             module.forward = experts
 
 

@@ -147,11 +147,12 @@ def _fused(
 def _spelled_out(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, masking: Masking
 ) -> Tensor:
-    scores = torch.matmul(queries, keys[:, None].transpose(2, 3)) * masking.scale
+    # In place: on a CPU each copy would be a piece of the heap as large as all of the scores.
+    scores = torch.matmul(queries, keys[:, None].transpose(2, 3)).mul_(masking.scale)
     if masking.softcap is not None:
-        scores = torch.tanh(scores / masking.softcap) * masking.softcap
+        scores.div_(masking.softcap).tanh_().mul_(masking.softcap)
     if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores.masked_fill_(~seen, float("-inf"))
     scores = scores.float()
     if masking.sinks is not None:
         sinks = masking.sinks.float().view(scores.shape[0], scores.shape[1], 1, 1)
