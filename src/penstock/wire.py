@@ -192,6 +192,7 @@ class Status(msgspec.Struct):
     predicted_bytes: int = 0  # of the largest step since allocators' caches were last dropped
     measured_bytes: int = 0  # the most that steps have held since then
     exhausted: int = 0  # steps that ran out of memory and were taken back, since start
+    surprises: int = 0  # times that steps held more than was predicted, since start
     widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
     expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
     device_s: float = 0.0  # in which the device computed, since start

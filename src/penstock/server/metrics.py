@@ -143,6 +143,7 @@ _COUNTERS = (
     ("steps", "penstock_steps", "Steps since the model was loaded."),
     ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
     ("exhausted", "penstock_steps_exhausted", "Steps that ran out of memory and were taken back."),
+    ("surprises", "penstock_step_surprises", "Times that steps held more than was predicted."),
     ("device_s", "penstock_device_seconds", "Time in which the device computed."),
 )
 

@@ -79,6 +79,7 @@ class Report:
     workers_after: list[int]
     rest: Rest
     events: dict[str, int]
+    surprises: int  # times that steps held more than was predicted
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -88,7 +89,8 @@ class Report:
             f"{self.charged_bytes / mib:.0f} MiB; pushed {self.pushed}; kills {self.kills}; at "
             f"rest books {self.rest.booked_bytes / mib:.1f}, read "
             f"{self.rest.read_bytes / mib:.1f} MiB; free KV {self.rest.free_blocks} of "
-            f"{self.rest.blocks} blocks; events {self.events}"
+            f"{self.rest.blocks} blocks; steps held more than predicted {self.surprises} times; "
+            f"events {self.events}"
         )
 
 
@@ -148,6 +150,9 @@ def run(folder: Path, memory: str, log: Path, rush: Rush, **settings: str) -> Re
             workers_after=_workers(server),
             rest=rest,
             events=_events(server),
+            surprises=_metric(
+                httpx.get(f"{server.url}/metrics", timeout=60).text, "penstock_step_surprises_total"
+            ),
         )
 
 

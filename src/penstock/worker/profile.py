@@ -23,6 +23,7 @@ from penstock.memory.cost import CostModel, Measured, fit
 from penstock.worker import profile_store
 from penstock.worker.caps import exhausted
 from penstock.worker.engine.sampler import rows_at_once
+from penstock.worker.models.kernels.cpu_memory import past_tokens
 from penstock.worker.profile_store import StoredProfile
 from penstock.worker.stress import Reach, Stress, Trial
 
@@ -322,6 +323,7 @@ def _reach(bench: Bench, limits: StepLimits) -> Reach:
     # A later grant lets sequences become longer: as far as there are addresses for them.
     most_bytes = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
     tokens = spec.kv_tokens or most_bytes // bench.arena.layout.token_bytes
+    layers = bench.arena.layout.layers
     total = max(2, min(tokens, (bench.arena.blocks - 1) * limits.block_tokens))
     return Reach(
         limits=limits,
@@ -330,6 +332,7 @@ def _reach(bench: Bench, limits: StepLimits) -> Reach:
         routes=bench.routes,
         in_ram=bench.arena.in_ram,
         sampled=rows_at_once(bench.arena.device.type, bench.vocabulary),
+        past=past_tokens(max(layer.kv_heads * layer.key_dim for layer in layers)),
     )
 
 

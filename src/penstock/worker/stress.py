@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.memory.cost import Measured
 from penstock.wire import Sampling, Submit, Thinking
+from penstock.worker.models.kernels.cpu_memory import MANY_ROWS
 from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.scheduler import FLOOR_TOKENS
 from penstock.worker.scheduling.sequence import Sequence
@@ -82,6 +83,7 @@ class Reach:
     routes: bool  # tokens go to experts, so that it matters which tokens they are
     in_ram: bool  # where decodes read KV in place, and a full batch of long ones takes seconds
     sampled: int  # rows that the sampler takes at once; with more it needs no more memory
+    past: int  # tokens before a chunk that are gathered at once, in RAM
 
     @property
     def far(self) -> int:
@@ -94,10 +96,9 @@ class Reach:
         limits = self.limits
         return min(limits.tokens, context, max(FLOOR_TOKENS, limits.pairs // context))
 
-    def _behind(self, chunk: int) -> int:
-        """A context at whose end a shorter chunk is tried: in RAM the longest that it may have."""
-        most = self.limits.pairs // chunk if self.in_ram else chunk
-        return min(self.longest, max(chunk, most))
+    def _behind(self, chunk: int, past: int) -> int:
+        """A context at whose end a shorter chunk is tried: in RAM behind so much as `past`."""
+        return min(self.longest, chunk + past if self.in_ram else chunk)
 
     @property
     def each(self) -> int:
@@ -151,9 +152,11 @@ class Reach:
         yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(scored=self.scored, scored_context=longest)
         yield Trial(limits.sequences)
-        for some in (whole // 4, _BEYOND_A_PANEL):
+        # What a chunk needs for its past grows up to what is gathered at once, and then hardly.
+        far_past, past = limits.pairs // _BEYOND_A_PANEL - _BEYOND_A_PANEL, self.past
+        for some, before in ((whole // 4, past), (_BEYOND_A_PANEL, far_past), (MANY_ROWS, past)):
             if least < some < whole:
-                yield Trial(chunk=some, context=self._behind(some))
+                yield Trial(chunk=some, context=self._behind(some, before))
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)

@@ -220,6 +220,7 @@ class GenerateEngine:
             predicted_bytes=self._memory.predicted_bytes,
             measured_bytes=self._memory.measured_bytes,
             exhausted=self._exhausted,
+            surprises=self._memory.surprises,
             widening=self._memory.gate.widening,
             expected_output_tokens=self.lengths.mean,
             device_s=self._device_s,
@@ -243,6 +244,7 @@ class GenerateEngine:
             if not self._arena.in_ram:  # on a CPU this would take seconds
                 self._calibrate()
             self.shelf.start()
+        self._memory.relieve()  # what the load has left in the heap is no step's
 
     def _calibrate(self) -> None:
         """Learn how fast prompts are computed: whether others should be read depends on it."""

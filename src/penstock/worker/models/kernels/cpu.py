@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu_memory import Between
-from penstock.worker.models.kernels.reference import ReferenceKernels, gather
+from penstock.worker.models.kernels.cpu_memory import Between, past_tokens
+from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,16 +35,16 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         self._flat: dict[int, NDArray[np.float32]] = {}
+        self._between = Between()
         _warm_up(torch.get_num_threads())
 
     def adopt(self, model: nn.Module) -> None:
         """Send what our kernels do better to them; weights stay where they are."""
-        between = Between()
         cpu_layers.adopt_rotation(model)
         # First, since its parts must still be plain.
-        cpu_layers.adopt_mlps(model, between)
-        cpu_layers.adopt_experts(model, between)
-        between.end_behind(model)
+        cpu_layers.adopt_mlps(model, self._between)
+        cpu_layers.adopt_experts(model, self._between)
+        self._between.end_behind(model)
         _replace(model, _Quicker())
 
     def store(
@@ -89,7 +89,49 @@ class CpuKernels(ReferenceKernels):
             super().chunk(rows, keys, values, span, masking, out)
             return
         own = slice(span.row, span.row + span.count)
-        out[own] = _past_and_own(rows[own], keys, values, span, masking.scale)
+        out[own] = self._past_and_own(rows[own], (keys, values), span, masking.scale)
+
+    def copied(self, blocks: tuple[Tensor, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Where mlps and experts have theirs, who are not at work now."""
+        places = self._between.take(*((len(wanted), part[0].numel()) for part in blocks))
+        keys, values = (
+            torch.index_select(part, 0, wanted, out=place.view(-1, *part.shape[1:]))
+            for part, place in zip(blocks, places, strict=True)
+        )
+        return keys, values
+
+    def _past_and_own(
+        self, rows: Tensor, blocks: tuple[Tensor, Tensor], span: Span, scale: float
+    ) -> Tensor:
+        """A chunk's attention in parts without a mask, which is twice as quick as one with it.
+
+        Among themselves the rows are causal; all of them see all of the past, which is taken piece
+        by piece, so that what this needs does not grow with the context. The answers are weighed by
+        the sums of their exponentials, whose logarithms the operator returns.
+        """
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        count, heads, width = rows.shape
+        kv_heads, past = blocks[0].shape[2], span.context - span.count
+        groups = heads // kv_heads
+        # Heads of one group are neighbours and share their keys: [kv_heads, groups, T, d].
+        queries = rows.view(count, kv_heads, groups, width).permute(1, 2, 0, 3)
+        own = (
+            part.transpose(0, 1)[:, None].expand(-1, groups, -1, -1)
+            for part in self.gathered(blocks, span.table, past, span.context)
+        )
+        answer, sums = attend(queries, *own, is_causal=True, scale=scale)
+        stacked = queries.reshape(1, kv_heads, groups * count, width)
+        piece = past_tokens(kv_heads * width)
+        for first in range(0, past, piece):
+            seen = self.gathered(blocks, span.table, first, min(first + piece, past))
+            old, old_sums = attend(
+                stacked, *(part.transpose(0, 1)[None] for part in seen), scale=scale
+            )
+            old_sums = old_sums.view(sums.shape)
+            answer.lerp_(old.reshape(answer.shape), torch.sigmoid(old_sums - sums)[..., None])
+            sums = torch.logaddexp(sums, old_sums)
+        together: Tensor = answer.permute(2, 0, 1, 3)
+        return together.reshape(count, heads, -1)
 
     def _arena(self, view: Tensor) -> NDArray[np.float32]:
         """The whole arena as one flat array: contiguous, so that loops over it vectorise."""
@@ -99,43 +141,6 @@ class CpuKernels(ReferenceKernels):
             flat = torch.empty(0, dtype=view.dtype).set_(storage).numpy()
             self._flat = {storage.data_ptr(): flat}
         return flat
-
-
-def _past_and_own(rows: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
-    """A chunk's attention in parts without a mask, which is twice as quick as one with it.
-
-    Among themselves the rows are causal; all of them see all of the past, which is taken piece by
-    piece, so that what this needs does not grow with the context. The answers are weighed by the
-    sums of their exponentials, whose logarithms the operator returns.
-    """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    count, heads, width = rows.shape
-    kv_heads, past = keys.shape[2], span.context - span.count
-    groups = heads // kv_heads
-    # Heads of one group are neighbours and share their keys: [kv_heads, groups, T, d].
-    queries = rows.view(count, kv_heads, groups, width).permute(1, 2, 0, 3)
-    own_keys, own_values = (
-        gather(blocks, span.table, past, span.context)
-        .transpose(0, 1)[:, None]
-        .expand(-1, groups, -1, -1)
-        for blocks in (keys, values)
-    )
-    answer, sums = attend(queries, own_keys, own_values, is_causal=True, scale=scale)
-    stacked = queries.reshape(1, kv_heads, groups * count, width)
-    piece = _PAST_BYTES // (kv_heads * width * rows.itemsize)
-    piece = min(max(piece, _PAST_TOKENS[0]), _PAST_TOKENS[1])
-    for first in range(0, past, piece):
-        end = min(first + piece, past)
-        seen_keys, seen_values = (
-            gather(blocks, span.table, first, end).transpose(0, 1)[None]
-            for blocks in (keys, values)
-        )
-        old, old_sums = attend(stacked, seen_keys, seen_values, scale=scale)
-        old_sums = old_sums.view(sums.shape)
-        answer.lerp_(old.reshape(answer.shape), torch.sigmoid(old_sums - sums)[..., None])
-        sums = torch.logaddexp(sums, old_sums)
-    together: Tensor = answer.permute(2, 0, 1, 3)
-    return together.reshape(count, heads, -1)
 
 
 def _replace(model: nn.Module, quicker: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -247,10 +252,6 @@ def _warm_up(threads: int) -> None:
 
 
 _NO_SINKS = np.zeros(0, np.float32)
-# Of a chunk's past, gathered at once: keys, and as many values.
-_PAST_BYTES = 8 << 20
-_PAST_TOKENS = (64, 1024)
-
 _FEW = range(3, 49)  # rows; measured: below and above torch is as good
 _WIDE = 8192  # weights
 _TILE = 4  # rows and weights of one tile: 16 sums stay in registers

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MANY_ROWS = 49  # fewer have products of their own kind, and leave little behind
+# Of a chunk's past, gathered at once: keys, and as many values.
+_PAST_BYTES = 8 << 20
+_PAST_TOKENS = (64, 1024)
+
+
+def past_tokens(width: int) -> int:
+    """How many tokens of a chunk's past are gathered at once, with keys of `width` numbers each."""
+    least, most = _PAST_TOKENS
+    return min(max(_PAST_BYTES // (width * torch.float32.itemsize), least), most)
 
 
 class Between:

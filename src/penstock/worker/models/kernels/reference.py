@@ -65,18 +65,35 @@ class ReferenceKernels:
         for index, context in enumerate(batch.decode_contexts.tolist()):
             table = batch.decode_tables[index, : -(-context // size)].long()
             first = first_seen(context - 1, masking)
-            seen_keys, seen_values = (gather(b, table, first, context) for b in (keys, values))
-            out[index] = attend(rows[index : index + 1], seen_keys, seen_values, masking)[0]
+            seen = self.gathered((keys, values), table, first, context)
+            out[index] = attend(rows[index : index + 1], *seen, masking)[0]
 
     def chunk(
         self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
     ) -> None:
         end = span.row + span.count
         first = first_seen(span.context - span.count, masking)
-        seen_keys, seen_values = (
-            gather(blocks, span.table, first, span.context) for blocks in (keys, values)
-        )
-        out[span.row : end] = attend(rows[span.row : end], seen_keys, seen_values, masking)
+        seen = self.gathered((keys, values), span.table, first, span.context)
+        out[span.row : end] = attend(rows[span.row : end], *seen, masking)
+
+    def gathered(
+        self, blocks: tuple[Tensor, Tensor], table: Tensor, first: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `first .. end` side by side: [end - first, kv_heads, dim].
+
+        They may be gone when others are gathered.
+        """
+        size = blocks[0].shape[1]
+        skipped = first // size
+        wanted = table[skipped : -(-end // size)]
+        own = slice(first - skipped * size, end - skipped * size)
+        keys, values = self.copied(blocks, wanted)
+        return keys.flatten(0, 1)[own], values.flatten(0, 1)[own]
+
+    def copied(self, blocks: tuple[Tensor, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Some blocks of keys and of values."""
+        keys, values = blocks
+        return keys[wanted], values[wanted]
 
 
 def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tensor:
@@ -110,14 +127,6 @@ def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tens
 def first_seen(position: int, masking: Masking) -> int:
     """The first position that a row at `position`, or any after it, sees."""
     return 0 if masking.window is None else max(0, position - masking.window + 1)
-
-
-def gather(blocks: Tensor, table: Tensor, first: int, end: int) -> Tensor:
-    """Positions `first .. end` of a sequence side by side: [end - first, kv_heads, dim]."""
-    size = blocks.shape[1]
-    skipped = first // size
-    together = blocks[table[skipped : -(-end // size)]].flatten(0, 1)
-    return together[first - skipped * size : end - skipped * size]
 
 
 def _visible(
