@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock.testing import tiny
-from penstock.testing.measured_steps import describe, measured_steps
+from penstock.testing.envelope import describe
+from penstock.testing.measured_steps import measured_steps
 from penstock.wire import LoadSpec
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from penstock.memory.gauge import read_process
 from penstock.server.template import WORKER_ENVIRONMENT
 from penstock.testing import tiny
 from penstock.testing.exactness import Mode, poisoned_blocks, run, start_engine
-from penstock.testing.measured_steps import MeasuredStep, measured_steps
+from penstock.testing.measured_steps import measured_steps
 from penstock.wire import (
     Cancel,
     Finish,
@@ -45,6 +45,7 @@ from penstock.wire import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from penstock.testing.envelope import MeasuredStep
     from penstock.wire import FromWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.testing import tiny
-from penstock.testing.measured_steps import describe, measured_steps
+from penstock.testing.envelope import describe
+from penstock.testing.measured_steps import measured_steps
 from penstock.wire import LoadSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.testing.measured_steps import MeasuredStep
+    from penstock.testing.envelope import MeasuredStep
 
 pytestmark = pytest.mark.proof
 

@@ -11,28 +11,19 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.testing.envelope import MeasuredStep
 from penstock.wire import LoadSpec
 from penstock.worker.loading import load_engine
 from penstock.worker.stress import Stress, Trial
 
 if TYPE_CHECKING:
     from penstock.worker.engine.generate import GenerateEngine
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One step."""
-
-    predicted_bytes: int
-    measured_bytes: int
-    shape: str
 
 
 def measured_steps(
@@ -48,23 +39,6 @@ def measured_steps(
     )
     steps = [MeasuredStep(*json.loads(line)) for line in done.stdout.splitlines()]
     return sorted(steps, key=lambda step: step.measured_bytes)
-
-
-def describe(steps: list[MeasuredStep]) -> str:
-    """How predictions compare with what was measured, for a report."""
-    ratios = sorted(step.predicted_bytes / max(1, step.measured_bytes) for step in steps)
-    top = sorted(
-        step.predicted_bytes / max(1, step.measured_bytes) for step in steps[-(len(steps) // 10) :]
-    )
-    places = (0.0, 0.1, 0.5, 0.9, 1.0)
-    told = [
-        " ".join(f"{some[int(place * (len(some) - 1))]:.2f}" for place in places)
-        for some in (ratios, top)
-    ]
-    return (
-        f"{len(steps)} steps of up to {steps[-1].measured_bytes} bytes; predicted / measured at "
-        f"the minimum, 10 %, median, 90 %, maximum: {told[0]}; of the largest tenth: {told[1]}"
-    )
 
 
 def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
