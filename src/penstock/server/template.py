@@ -42,8 +42,17 @@ WORKER_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "2",
     # Pages of the usual size: MKL touches little of its buffers, and of huge ones a quarter more
-    # would be held, or not, as a tensor happens to lie. Steps take as long.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
+    # would be held, or not, as a tensor happens to lie. And no lists of small free pieces: torch
+    # asks for aligned memory, of which glibc cuts slivers off at both ends. In those lists they do
+    # not grow together again with what lies between them, so the next tensor of that size finds its
+    # place too small, and a step took up to twice what it holds, never the same. Steps take as long.
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.hugetlb=0",
+            "glibc.malloc.tcache_count=0",
+            "glibc.malloc.mxfast=0",
+        )
+    ),
     # MKL would keep buffers of its own, of the sizes that it happened to see.
     "MKL_DISABLE_FAST_MM": "1",
     # A thread at the end of its share waits for the others: spinning for some hundred microseconds,
