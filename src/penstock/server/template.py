@@ -45,7 +45,7 @@ WORKER_ENVIRONMENT = {
     # would be held, or not, as a tensor happens to lie. And no lists of small free pieces: torch
     # asks for aligned memory, of which glibc cuts slivers off at both ends. In those lists they do
     # not grow together again with what lies between them, so the next tensor of that size finds its
-    # place too small, and a step took up to twice what it holds, never the same. Steps take as long.
+    # place too small, and a step took up to twice what it uses, never the same. It takes as long.
     "GLIBC_TUNABLES": ":".join(
         (
             "glibc.malloc.hugetlb=0",
