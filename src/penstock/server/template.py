@@ -40,7 +40,8 @@ WORKER_ENVIRONMENT = {
     # is little beside the products that fill it.
     "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_ARENA_MAX": "2",
+    # One heap for all threads: of another's only the holes are given back, not the free end of it.
+    "MALLOC_ARENA_MAX": "1",
     # Pages of the usual size: MKL touches little of its buffers, and of huge ones a quarter more
     # would be held, or not, as a tensor happens to lie. And no lists of small free pieces: torch
     # asks for aligned memory, of which glibc cuts slivers off at both ends. In those lists they do
