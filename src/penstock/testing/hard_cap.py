@@ -141,13 +141,12 @@ def run(folder: Path, memory: str, log: Path, rush: Rush, **settings: str) -> Re
         watcher = Watcher(cage, folder, server.url)
         with watcher.watching():
             server.wait_until_ready()
-            _first_request(server, model)
             before = _workers(server)
-            room = read_room(server, cage, folder, limit)
             target = find_target(server, model)
             work = orders(target, rush.requests, rush.seed)
             tally = asyncio.run(hammer(server.url, work, patience_s=rush.hang_s))
             rest = at_rest(server, cage, folder)
+            room = read_room(server, cage, folder, limit)
         assert watcher.highest is not None
         return Report(
             limit_bytes=limit,
@@ -171,7 +170,8 @@ def run(folder: Path, memory: str, log: Path, rush: Rush, **settings: str) -> Re
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How the limit is divided when a model has been loaded, read from /proc."""
+    """How the limit is divided, read from /proc when processes have all that they keep: buffers for
+    KV on its way to the disk, a tokenizer, what libraries take at their first steps."""
 
     limit_bytes: int
     server_bytes: int
@@ -200,7 +200,7 @@ class Room:
 
 
 def read_room(server: Served, cage: Cage, folder: Path, limit_bytes: int) -> Room:
-    """The division now; the model is loaded and nothing runs."""
+    """The division now; nothing runs."""
     inside, row = cage.inside(folder), server.row(folder.name)
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     committed = _metric(metrics, "penstock_kv_committed_bytes")
@@ -219,12 +219,6 @@ def read_room(server: Served, cage: Cage, folder: Path, limit_bytes: int) -> Roo
         kv_bytes_per_token=row["kv_bytes_per_token"],
         kv_tokens=row["kv_tokens"],
     )
-
-
-def _first_request(server: Served, model: str) -> None:
-    """Libraries take what they keep at a first step, which a stored profile has spared the load."""
-    body = {"model": model, "prompt": [5] * 200, "max_tokens": 2, "ignore_eos": True}
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).raise_for_status()
 
 
 def find_target(server: Served, model: str) -> Target:
