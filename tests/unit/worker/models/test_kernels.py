@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.worker.engine.batch import Batch, Span
-from penstock.worker.models.kernels import cpu, reference
+from penstock.worker.models.kernels import cpu, cpu_memory, reference
 from penstock.worker.models.kernels.cpu import CpuKernels, RmsNorm, few_rows
 from penstock.worker.models.kernels.interface import Masking
 from penstock.worker.models.kernels.reference import ReferenceKernels
@@ -37,7 +37,7 @@ def span(context: int, count: int) -> Span:
 def test_a_past_taken_in_pieces_gives_what_it_gives_whole(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, context: int, count: int
 ) -> None:
-    monkeypatch.setattr(cpu, "_PAST_TOKENS", (96, 96))
+    monkeypatch.setattr(cpu_memory, "_PAST_TOKENS", (96, 96))
     keys, values = arena(kv_heads, 16)
     rows = random(count, heads, 16, seed=1)
     ours, plain = torch.empty_like(rows), torch.empty_like(rows)
