@@ -57,16 +57,11 @@ def sample(
     return answer
 
 
-def choose(
-    logits: Tensor,
-    sequences: list[Sequence],
-    masks: Masks | None = None,
-    rows: list[int] | None = None,
-) -> Tensor:
+def choose(logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> Tensor:
     """The tokens, on the logits' device. Waits for nothing, but for `wants_host` sequences."""
-    if masks is None and rows is None and all(map(_is_plain, sequences)):
+    if masks is None and all(map(_is_plain, sequences)):
         return logits.argmax(dim=-1)  # which needs no memory, so no slices
-    parts = [_choose_slice(*portion) for portion in _portions(logits, sequences, masks, rows)]
+    parts = [_choose_slice(*portion) for portion in _portions(logits, sequences, masks, None)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -107,7 +102,7 @@ def chosen_logprobs(
 
 
 def rows_at_once(device: str, vocabulary: int) -> int:
-    """Up to so many rows, more of them take more memory."""
+    """With more rows than these the sampler takes no more memory."""
     return max(1, _SLICE_ELEMENTS[device] // vocabulary)
 
 
