@@ -10,7 +10,7 @@ import torch
 from penstock.testing import tiny
 from penstock.worker.models.kernels import cpu_layers
 from penstock.worker.models.kernels.cpu import CpuKernels
-from penstock.worker.models.kernels.cpu_memory import Between
+from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, LayerMemory
 
 
 def _model(name: str) -> Any:
@@ -28,6 +28,27 @@ def test_an_adopted_model_answers_as_before(name: str) -> None:
     torch.testing.assert_close(
         model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4
     )
+
+
+def test_sums_are_made_in_place_where_the_layer_does_nothing_else() -> None:
+    ours, scaled, other = _model("llama"), _model("granite"), _model("gemma2")
+    for model in (ours, scaled, other):
+        CpuKernels().adopt(model)
+    assert isinstance(ours.model.layers[0].forward, cpu_layers.SummedLayer)
+    # One multiplies before it adds, one has norms behind its parts.
+    for model in (scaled, other):
+        assert not isinstance(model.model.layers[0].forward, cpu_layers.SummedLayer)
+
+
+@torch.inference_mode()
+def test_many_rows_answer_as_before() -> None:
+    for name in ("llama", "qwen3", "gemma2", "qwen3_moe"):
+        model, ids = _model(name), torch.arange(2, 102)[None]
+        expected = model(input_ids=ids, use_cache=False).logits
+        CpuKernels().adopt(model)
+        torch.testing.assert_close(
+            model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4
+        )
 
 
 def test_rotation_and_mlp_are_taken_where_they_are_the_same() -> None:
@@ -52,11 +73,11 @@ def test_angles_of_another_kind_are_left_alone() -> None:
 def test_experts_are_taken_in_slices_whatever_the_router_says(name: str) -> None:
     model = _model(name)
     experts = next(module for path, module in model.named_modules() if path.endswith(".experts"))
-    ours = cpu_layers.SlicedExperts.of(experts, Between())
+    ours = cpu_layers.SlicedExperts.of(experts, LayerMemory())
     assert ours is not None
     count, hidden, _ = ours._shape()
     chance = torch.Generator().manual_seed(1)
-    rows = torch.randn(cpu_layers._EXPERT_ROWS * 2 + 3, hidden, generator=chance)
+    rows = torch.randn(EXPERT_ROWS * 2 + 3, hidden, generator=chance)
     shares = torch.rand(len(rows), 2, generator=chance)
     spread = torch.stack([torch.randperm(count, generator=chance)[:2] for _ in rows])
     for chosen in (spread, torch.tensor([0, 1]).expand(len(rows), 2)):

@@ -1,19 +1,21 @@
 """What a step and a sequence cost in bytes: an upper envelope over what was measured at load.
 
 Frozen numbers without torch, made in a worker and sent to the server, which asks them before it
-lets a request in. A plane over four quantities lies on or above every measurement; between
-measurements a step costs at most what a larger one was measured to cost, which is how a sum of
-terms stays close where the truth is a maximum (logits come after the layers' memory is free).
+lets a request in. A step has two parts, one after the other: its layers, whose memory grows with
+what goes through them, and its logits, made when that is free again. It costs what the larger of
+them does. Each has an envelope of its own, the lowest concave one on or above its measurements; and
+no step costs more than a larger one was measured to.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True):
@@ -31,14 +33,20 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens, self.sequences, self.context, self.logit_rows
 
 
+Plane = tuple[float, ...]  # bytes of any step; of a token, a sequence, a context's token, a row
+
+_LAYERS = (0, 1, 2, 3)  # what their memory grows with, of that
+_LOGITS = (0, 4)
+# A step whose layers' envelope is that near to what it took: what is missing is theirs, too.
+_NEARLY = 0.85
+
+
 class CostModel(msgspec.Struct, frozen=True):
     """All figures in bytes, none negative."""
 
-    base: int
-    per_token: float
-    per_sequence: float
-    per_context: float
-    per_logit_row: float
+    plane: Plane  # above all that was measured, and beyond it
+    layers: tuple[Plane, ...]  # the lowest of these, within
+    logits: tuple[Plane, ...]
     measured: tuple[Measured, ...]  # made monotonic: a larger step never costs less
     kv_bytes_per_token: int
     block_tokens: int
@@ -46,22 +54,18 @@ class CostModel(msgspec.Struct, frozen=True):
 
     def step(self, tokens: int, sequences: int, context: int, logit_rows: int) -> int:
         """Bytes that a step of this shape takes at most, KV aside."""
-        plane = (
-            self.base
-            + self.per_token * tokens
-            + self.per_sequence * sequences
-            + self.per_context * context
-            + self.per_logit_row * logit_rows
-        )
-        # Floats may fall a hair below a measurement that the plane touches.
-        least, most = 0, int(plane) + 1
+        shape = (1, tokens, sequences, context, logit_rows)
+        size = _height(self.plane, shape)
+        least, most = 0, None
         for point in self.measured:
             t, s, c, r = point.tokens, point.sequences, point.context, point.logit_rows
             if t <= tokens and s <= sequences and c <= context and r <= logit_rows:
                 least = max(least, point.bytes)
             if t >= tokens and s >= sequences and c >= context and r >= logit_rows:
-                most = min(most, point.bytes)
-        return max(least, most, self.floor)
+                most = point.bytes if most is None else min(most, point.bytes)
+        if most is not None:
+            size = min(size, most, max(_lowest(self.layers, shape), _lowest(self.logits, shape)))
+        return max(least, size, self.floor)
 
     def sequence(self, tokens: int) -> int:
         """Bytes of KV of a sequence of that many tokens: whole blocks."""
@@ -70,27 +74,83 @@ class CostModel(msgspec.Struct, frozen=True):
 
 
 def fit(
-    points: Iterable[Measured], kv_bytes_per_token: int, block_tokens: int, floor: int = 0
+    points: Iterable[Measured],
+    kv_bytes_per_token: int,
+    block_tokens: int,
+    *,
+    floor: int = 0,
+    row_bytes: int = 0,
 ) -> CostModel:
-    """The lowest plane on or above every point (least sum of distances), and the points.
+    """The model that lies as low above the points as its parts allow.
 
-    No step is said to take less than `floor`, nor more for it than the largest that was measured.
+    Of every token `row_bytes` are there beside the logits, as the layers left it. No step is said
+    to take less than `floor`, nor more for it than the largest that was measured.
     """
     known = _monotonic(list(points))
     if not known:
         raise ValueError("a cost model needs at least one measured step")
-    coefficients = _lowest_plane([(1, *p.shape) for p in known], [p.bytes for p in known])
+    plain = [point for point in known if point.logit_rows <= 1] or known
+    layers = _envelope(_as_many_tokens(plain), _LAYERS, {})
+    nearly = [p for p in known if p in plain or _lowest(layers, _row(p)) >= _NEARLY * p.bytes]
+    layers = _envelope(_as_many_tokens(nearly), _LAYERS, {})
+    rest = [point for point in known if _lowest(layers, _row(point)) < point.bytes]
+    # Few logits cost no more than the whole of the least step.
+    least = min(known, key=lambda point: point.bytes)
+    every = _as_many_tokens(known)
+    rows = [_row(point) for point in every]
+    summed = [sum(each) for each in zip(*rows, strict=True)]
     return CostModel(
-        base=int(coefficients[0]) + 1,
-        per_token=coefficients[1],
-        per_sequence=coefficients[2],
-        per_context=coefficients[3],
-        per_logit_row=coefficients[4],
+        plane=_lowest_plane(rows, [p.bytes for p in every], summed),
+        layers=layers,
+        logits=_envelope([least, *rest], _LOGITS, {1: row_bytes}) if rest else (),
         measured=tuple(known),
         kv_bytes_per_token=kv_bytes_per_token,
         block_tokens=block_tokens,
         floor=min(floor, max(point.bytes for point in known)),
     )
+
+
+def _as_many_tokens(points: list[Measured]) -> list[Measured]:
+    """The points, and those with least context for their tokens once more without any.
+
+    The tokens of one chunk see each other, those of many short ones do not. A plane that takes what
+    a long chunk needs for the price of its context would lie far below as many short ones.
+    """
+    return points + [
+        msgspec.structs.replace(point, context=0)
+        for point in points
+        if not any(p.tokens >= point.tokens and p.context < point.context for p in points)
+    ]
+
+
+def _row(point: Measured) -> tuple[int, ...]:
+    return 1, *point.shape
+
+
+def _height(plane: Plane, shape: Sequence[int]) -> int:
+    # Floats may fall a hair below a measurement that the plane touches.
+    return int(sum(each * size for each, size in zip(plane, shape, strict=True))) + 1
+
+
+def _lowest(planes: Sequence[Plane], shape: Sequence[int]) -> int:
+    return min((_height(plane, shape) for plane in planes), default=0)
+
+
+def _envelope(
+    points: list[Measured], used: Sequence[int], given: Mapping[int, float]
+) -> tuple[Plane, ...]:
+    """Of all planes on or above the points those that are lowest at one of them.
+
+    They have the `given` coefficients, and choose those that are `used`.
+    """
+    rows = [[_row(point)[i] for i in used] for point in points]
+    known = [sum(each * _row(point)[i] for i, each in given.items()) for point in points]
+    heights = [max(0, point.bytes - int(size)) for point, size in zip(points, known, strict=True)]
+    planes = set()
+    for row in rows:
+        found = {**given, **dict(zip(used, _lowest_plane(rows, heights, row), strict=True))}
+        planes.add(tuple(math.ceil(1000 * found.get(i, 0.0)) / 1000 for i in range(5)))
+    return tuple(sorted(planes))
 
 
 def _monotonic(points: list[Measured]) -> list[Measured]:
@@ -108,12 +168,14 @@ def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
     return all(a <= b for a, b in zip(inner, outer, strict=True))
 
 
-def _lowest_plane(rows: list[tuple[int, ...]], heights: list[int]) -> list[float]:
-    """Coefficients c >= 0 with rows . c >= heights and the least sum of rows . c.
+def _lowest_plane(
+    rows: Sequence[Sequence[int]], heights: list[int], target: Sequence[int]
+) -> Plane:
+    """Coefficients c >= 0 with rows . c >= heights and the least target . c.
 
-    Solved through its dual, maximise heights . u under columns . u <= column sums and u >= 0, for
-    which u = 0 is a start: the simplex method with Bland's rule, which always ends. The answer is
-    what the slack variables cost in the end. Columns and heights are scaled to about one first.
+    Solved through its dual, maximise heights . u under columns . u <= target and u >= 0, for which
+    u = 0 is a start: the simplex method with Bland's rule, which always ends. The answer is what
+    the slack variables cost in the end. Columns and heights are scaled to about one first.
     """
     width, count = len(rows[0]), len(rows)
     scales = [float(max(row[i] for row in rows) or 1) for i in range(width)]
@@ -122,7 +184,7 @@ def _lowest_plane(rows: list[tuple[int, ...]], heights: list[int]) -> list[float
     for i in range(width):
         column = [row[i] / scales[i] for row in rows]
         slack = [float(i == j) for j in range(width)]
-        table.append([*column, *slack, sum(column)])
+        table.append([*column, *slack, target[i] / scales[i]])
     goal = [*(-height / top for height in heights), *[0.0] * (width + 1)]
     basis = [count + i for i in range(width)]
     while True:
@@ -142,4 +204,4 @@ def _lowest_plane(rows: list[tuple[int, ...]], heights: list[int]) -> list[float
             for j, value in enumerate(table[leaving]):
                 row[j] -= factor * value
         basis[leaving] = entering
-    return [max(0.0, goal[count + i]) * top / scales[i] for i in range(width)]
+    return tuple(max(0.0, goal[count + i]) * top / scales[i] for i in range(width))

@@ -119,6 +119,7 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
         ),
         window=window,
         vocabulary=text.vocab_size,
+        row_bytes=model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize,
         routes=_routing_matters(model),
         fingerprint=fingerprint,
     )

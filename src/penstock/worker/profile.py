@@ -52,7 +52,7 @@ RETRIES = 3
 HOST_BYTES_PER_TOKEN = 48
 # Below this a step in RAM is not told from another: the buffer of a product more or less is chance,
 # and half of what it takes. It costs no KV, which has what the largest step leaves.
-CHANCE_BYTES = 24 << 20
+CHANCE_BYTES = 16 << 20
 HOST_BYTES = 4 << 20  # frames, outputs and the interpreter's own comings and goings
 
 
@@ -85,6 +85,7 @@ class Bench:
     limits: StepLimits  # as asked for
     window: int
     vocabulary: int
+    row_bytes: int  # of a token between two layers
     routes: bool  # the model sends tokens to experts
     fingerprint: str
 
@@ -226,7 +227,8 @@ def _measure(bench: Bench, limits: StepLimits, trials: Iterable[Trial]) -> CostM
         return None
     layout = bench.arena.layout
     floor = CHANCE_BYTES if bench.arena.in_ram else 0
-    return fit(points, layout.token_bytes, layout.block_tokens, floor)
+    sizes = layout.token_bytes, layout.block_tokens
+    return fit(points, *sizes, floor=floor, row_bytes=bench.row_bytes)
 
 
 def _validated(bench: Bench, limits: StepLimits, cost: CostModel) -> Profile:

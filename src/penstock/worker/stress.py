@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.memory.cost import Measured
 from penstock.wire import Sampling, Submit, Thinking
-from penstock.worker.models.kernels.cpu_memory import MANY_ROWS
+from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, MANY_ROWS
 from penstock.worker.scheduling.plan import Plan, Slice
 from penstock.worker.scheduling.scheduler import FLOOR_TOKENS
 from penstock.worker.scheduling.sequence import Sequence
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 # pages are counted per processor and summed up now and then. Of a GPU torch takes pieces of 20 MiB,
 # and of 2 for small tensors: a step between two that were measured may need one more of them, and
 # what little a step leaves behind may hold another.
-_RAM_NOISE_BYTES = 2 << 20
+_RAM_NOISE_BYTES = 3 << 19
 _GPU_NOISE_BYTES = 44 << 20
 _NOISE_SHARE = 0.05
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
-# The smallest of steps may be the one that finds no hole for the buffers of a product.
-_LEAST_BYTES = 14 << 20
 _LOGPROBS = 20
 # Rows of which a matrix product on a CPU makes its copy in two pieces, the first being 384: a line
 # from shorter to longer chunks lies below what it takes there.
@@ -152,11 +150,14 @@ class Reach:
         yield Trial(scored=self.scored, scored_context=self.scored)
         yield Trial(scored=self.scored, scored_context=longest)
         yield Trial(limits.sequences)
+        yield Trial(chunk=max(1, whole // 2), context=max(1, whole // 2))
         # What a chunk needs for its past grows up to what is gathered at once, and then hardly.
         far_past, past = limits.pairs // _BEYOND_A_PANEL - _BEYOND_A_PANEL, self.past
-        for some, before in ((whole // 4, past), (_BEYOND_A_PANEL, far_past), (MANY_ROWS, past)):
+        # Of experts, each takes some rows at once: all of them, when all go to the same.
+        bends = (MANY_ROWS, past), (EXPERT_ROWS, past), (_BEYOND_A_PANEL, far_past)
+        for some, before in ((whole // 4, past), *bends):
             if least < some < whole:
-                yield Trial(chunk=some, context=self._behind(some, before))
+                yield Trial(chunk=some, context=self._behind(some, before), alike=True)
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)
@@ -199,7 +200,7 @@ class Stress:
     def run(self, trial: Trial, vocabulary: int) -> Measured:
         """One step; its shape and what it may take, by one measurement."""
         shape, took = self.measure(trial, vocabulary)
-        size = max(_LEAST_BYTES, int(took * (1 + self._noise_share)) + self._noise_bytes)
+        size = int(took * (1 + self._noise_share)) + self._noise_bytes
         return Measured(shape.tokens, shape.sequences, shape.context, shape.logit_rows, size)
 
     def measure(self, trial: Trial, vocabulary: int) -> tuple[StepShape, int]:

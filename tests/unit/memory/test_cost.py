@@ -50,8 +50,7 @@ GRID = [
 @given(points)
 def test_never_below_a_measured_point_whatever_was_measured(measured: list[Measured]) -> None:
     cost = fit(measured, 1024, 16)
-    coefficients = (cost.per_token, cost.per_sequence, cost.per_context, cost.per_logit_row)
-    assert cost.base >= 0 and min(coefficients) >= 0.0
+    assert all(min(plane) >= 0.0 for plane in (cost.plane, *cost.layers, *cost.logits))
     for known in measured:
         assert cost.step(*known.shape) >= known.bytes
 
@@ -69,11 +68,31 @@ def test_a_larger_step_never_costs_less(measured: list[Measured], one: Shape, mo
 def test_true_between_the_measured_points_and_close_at_the_top(
     shape: Shape,
 ) -> None:
-    cost = fit(measure(GRID), 1024, 16)
+    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
     assert cost.step(*shape) >= truth(*shape)
     largest = max(p.bytes for p in cost.measured)
     if truth(*shape) > 0.8 * largest:
         assert cost.step(*shape) <= 1.25 * truth(*shape)
+
+
+def test_layers_and_logits_are_not_added_up() -> None:
+    """A chunk beside half of the logits costs what the chunk does, and hardly more."""
+    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    shape = (512, 32, 16_384, 16)
+    assert truth(*shape) == truth(512, 32, 16_384, 0)  # its layers are the larger part
+    assert truth(*shape) <= cost.step(*shape) <= 1.02 * truth(*shape)
+
+
+def test_many_short_prompts_cost_what_one_long_one_does() -> None:
+    """No chunk sees less than itself, so a context is never measured alone."""
+    shapes = [(16, 1, 16, 1), (16, 1, 8192, 1), (4096, 1, 4096, 1), (4096, 64, 8192, 64)]
+    cost = fit(measure(shapes), 1024, 16)
+    assert cost.step(4096, 8, 512, 8) >= truth(4096, 1, 512, 8)
+
+
+def test_beyond_all_that_was_measured_it_grows_on() -> None:
+    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    assert cost.step(512, 64, 32_768, 64) >= cost.step(512, 64, 16_384, 64) + 90 * 16_000
 
 
 def test_a_plane_is_found_exactly() -> None:
@@ -81,9 +100,11 @@ def test_a_plane_is_found_exactly() -> None:
         return 1000 + 300 * t + 70 * s + 5 * c + 9000 * r
 
     cost = fit([Measured(*shape, plane(*shape)) for shape in GRID], 1024, 16)
-    assert cost.per_token == pytest.approx(300, rel=1e-6)
-    assert cost.per_logit_row == pytest.approx(9000, rel=1e-6)
-    assert cost.step(1000, 100, 40_000, 300) == pytest.approx(plane(1000, 100, 40_000, 300), abs=8)
+    assert cost.plane[1] == pytest.approx(300, rel=1e-6)
+    assert cost.plane[4] == pytest.approx(9000, rel=1e-6)
+    assert cost.step(1000, 100, 40_000, 300) == pytest.approx(
+        plane(1000, 100, 40_000, 300), rel=1e-3
+    )
 
 
 def test_one_point_is_enough_and_none_is_not() -> None:
@@ -112,5 +133,5 @@ def test_a_sequence_takes_whole_blocks() -> None:
 
 
 def test_the_same_after_a_trip_by_wire() -> None:
-    cost = fit(measure(GRID), 1024, 16)
+    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cost), type=CostModel) == cost

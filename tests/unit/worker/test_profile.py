@@ -108,6 +108,7 @@ def make_bench(machine: Machine, memory_bytes: int, **more: object) -> Bench:
         limits=StepLimits(spec.step_tokens, spec.step_sequences, BLOCK_TOKENS, 128),
         window=4096,
         vocabulary=100,
+        row_bytes=64,
         routes=False,
         fingerprint="f" * 64,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu_memory import Between, past_tokens
+from penstock.worker.models.kernels.cpu_memory import LayerMemory, past_tokens
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -35,17 +35,25 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         self._flat: dict[int, NDArray[np.float32]] = {}
-        self._between = Between()
+        self._memory = LayerMemory()
         _warm_up(torch.get_num_threads())
 
     def adopt(self, model: nn.Module) -> None:
         """Send what our kernels do better to them; weights stay where they are."""
-        cpu_layers.adopt_rotation(model)
+        cpu_layers.adopt_sums(model)
+        cpu_layers.adopt_rotation(model, self._memory)
         # First, since its parts must still be plain.
-        cpu_layers.adopt_mlps(model, self._between)
-        cpu_layers.adopt_experts(model, self._between)
-        self._between.end_behind(model)
-        _replace(model, _Quicker())
+        cpu_layers.adopt_mlps(model, self._memory)
+        cpu_layers.adopt_experts(model, self._memory)
+        self._memory.end_behind(model)
+        for part in getattr(model, "base_model", model).children():
+            _replace(part, _Quicker(self._memory))
+        # The last norm and the head, whose answers outlive the layers' memory.
+        _replace(model, _Quicker(None))
+
+    def answers(self, rows: Tensor, width: int) -> Tensor:
+        count, heads = rows.shape[:2]
+        return self._memory.rows(count, heads * width).view(count, heads, width)
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
@@ -83,55 +91,64 @@ class CpuKernels(ReferenceKernels):
     def chunk(
         self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
     ) -> None:
-        past = span.context - span.count
         windowed = masking.window is not None and masking.window < span.context
-        if past == 0 or windowed or masking.softcap is not None or masking.sinks is not None:
+        if windowed or masking.softcap is not None or masking.sinks is not None:
             super().chunk(rows, keys, values, span, masking, out)
             return
         own = slice(span.row, span.row + span.count)
-        out[own] = self._past_and_own(rows[own], (keys, values), span, masking.scale)
+        self._past_and_own(rows[own], (keys, values), span, masking.scale, out[own])
 
     def copied(self, blocks: tuple[Tensor, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Where mlps and experts have theirs, who are not at work now."""
-        places = self._between.take(*((len(wanted), part[0].numel()) for part in blocks))
         keys, values = (
-            torch.index_select(part, 0, wanted, out=place.view(-1, *part.shape[1:]))
-            for part, place in zip(blocks, places, strict=True)
+            torch.index_select(
+                part, 0, wanted, out=self._memory.empty(len(wanted), *part.shape[1:])
+            )
+            for part in blocks
         )
         return keys, values
 
     def _past_and_own(
-        self, rows: Tensor, blocks: tuple[Tensor, Tensor], span: Span, scale: float
-    ) -> Tensor:
+        self, rows: Tensor, blocks: tuple[Tensor, Tensor], span: Span, scale: float, out: Tensor
+    ) -> None:
         """A chunk's attention in parts without a mask, which is twice as quick as one with it.
 
         Among themselves the rows are causal; all of them see all of the past, which is taken piece
         by piece, so that what this needs does not grow with the context. The answers are weighed by
-        the sums of their exponentials, whose logarithms the operator returns.
+        the sums of their exponentials, whose logarithms the operator returns. It makes them on the
+        heap, so that it gets a few heads at a time.
         """
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         count, heads, width = rows.shape
         kv_heads, past = blocks[0].shape[2], span.context - span.count
         groups = heads // kv_heads
         # Heads of one group are neighbours and share their keys: [kv_heads, groups, T, d].
-        queries = rows.view(count, kv_heads, groups, width).permute(1, 2, 0, 3)
-        own = (
-            part.transpose(0, 1)[:, None].expand(-1, groups, -1, -1)
-            for part in self.gathered(blocks, span.table, past, span.context)
-        )
-        answer, sums = attend(queries, *own, is_causal=True, scale=scale)
-        stacked = queries.reshape(1, kv_heads, groups * count, width)
+        shape = kv_heads, groups, count, width
+        queries = self._memory.rows(count, heads * width).view(shape)
+        queries.copy_(rows.view(count, kv_heads, groups, width).permute(1, 2, 0, 3))
+        answers = out.view(count, kv_heads, groups, -1).permute(1, 2, 0, 3)
+        some = max(1, _ATTENDED // (groups * count * width))
+        parts = [slice(first, first + some) for first in range(0, kv_heads, some)]
+        sums = []
+        seen = self.gathered(blocks, span.table, past, span.context)
+        for part in parts:
+            own = (kv[:, part].transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for kv in seen)
+            answer, its_sums = attend(queries[part], *own, is_causal=True, scale=scale)
+            answers[part] = answer
+            sums.append(its_sums)
         piece = past_tokens(kv_heads * width)
         for first in range(0, past, piece):
+            del seen  # before there is the next
             seen = self.gathered(blocks, span.table, first, min(first + piece, past))
-            old, old_sums = attend(
-                stacked, *(part.transpose(0, 1)[None] for part in seen), scale=scale
-            )
-            old_sums = old_sums.view(sums.shape)
-            answer.lerp_(old.reshape(answer.shape), torch.sigmoid(old_sums - sums)[..., None])
-            sums = torch.logaddexp(sums, old_sums)
-        together: Tensor = answer.permute(2, 0, 1, 3)
-        return together.reshape(count, heads, -1)
+            for index, part in enumerate(parts):
+                stacked = queries[part].view(1, -1, groups * count, width)
+                old, old_sums = attend(
+                    stacked, *(kv[:, part].transpose(0, 1)[None] for kv in seen), scale=scale
+                )
+                old_sums = old_sums.view(sums[index].shape)
+                share = torch.sigmoid(old_sums - sums[index])[..., None]
+                answers[part].lerp_(old.view(answers[part].shape), share)
+                sums[index] = torch.logaddexp(sums[index], old_sums)
 
     def _arena(self, view: Tensor) -> NDArray[np.float32]:
         """The whole arena as one flat array: contiguous, so that loops over it vectorise."""
@@ -153,21 +170,22 @@ def _replace(model: nn.Module, quicker: Callable[[nn.Module], nn.Module | None])
 class _Quicker:
     """Our own kernels in the place of a model's modules, where they compute the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: LayerMemory | None) -> None:
+        self._memory = memory
         self._same: dict[object, bool] = {}  # by kind of norm: a model's layers are alike
 
     def __call__(self, module: nn.Module) -> nn.Module | None:
         """The same computation, or None where it would not be the same."""
         # A subclass computes something else; the kernel takes weights in whole tiles.
         if type(module) is nn.Linear:
-            return FewRowsLinear(module) if module.out_features % _TILE == 0 else None
+            return FewRowsLinear(module, self._memory) if module.out_features % _TILE == 0 else None
         if not type(module).__name__.endswith("RMSNorm"):
             return None
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
             return None
-        norm, kind = RmsNorm(weight, epsilon), (type(module), weight.shape, epsilon)
+        norm, kind = RmsNorm(weight, epsilon, self._memory), (type(module), weight.shape, epsilon)
         # Architectures differ in what they call by this name: only equal answers count.
         if kind not in self._same:
             sample = torch.randn(2, weight.shape[0], generator=torch.Generator().manual_seed(0))
@@ -178,15 +196,18 @@ class _Quicker:
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight, in one pass instead of eight operators."""
 
-    def __init__(self, weight: nn.Parameter | Tensor, epsilon: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter | Tensor, epsilon: float, memory: LayerMemory | None = None
+    ) -> None:
         super().__init__()
+        self._memory = memory
         self.weight = weight
         self.variance_epsilon = epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., width], each normalised."""
         flat = rows.reshape(-1, rows.shape[-1])
-        out = torch.empty_like(flat)
+        out = torch.empty_like(flat) if self._memory is None else self._memory.rows(*flat.shape)
         _rms_norm(flat.numpy(), self.weight.numpy(), self.variance_epsilon, out.numpy())
         return out.view(rows.shape)
 
@@ -198,8 +219,9 @@ class FewRowsLinear(nn.Module):
     for one or two rows and for many, and poor between.
     """
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, memory: LayerMemory | None = None) -> None:
         super().__init__()
+        self._memory = memory
         self.in_features = plain.in_features
         self.out_features = plain.out_features
         self.weight = plain.weight
@@ -210,6 +232,12 @@ class FewRowsLinear(nn.Module):
         count = rows.numel() // self.in_features
         if count > _FEW[-1] and self.out_features > _WIDE:
             return self._in_slices(rows.reshape(count, -1)).view(*rows.shape[:-1], -1)
+        if count > _FEW[-1] and self._memory is not None:
+            answer = self._memory.rows(count, self.out_features)
+            torch.mm(rows.reshape(count, -1), self.weight.t(), out=answer)
+            if self.bias is not None:
+                answer.add_(self.bias)
+            return answer.view(*rows.shape[:-1], -1)
         if count not in _FEW:
             return nn.functional.linear(rows, self.weight, self.bias)
         answer = few_rows(rows.reshape(count, self.in_features), self.weight)
@@ -254,6 +282,7 @@ def _warm_up(threads: int) -> None:
 _NO_SINKS = np.zeros(0, np.float32)
 _FEW = range(3, 49)  # rows; measured: below and above torch is as good
 _WIDE = 8192  # weights
+_ATTENDED = 1 << 18  # numbers of the answers that attention makes at once
 _TILE = 4  # rows and weights of one tile: 16 sums stay in registers
 
 

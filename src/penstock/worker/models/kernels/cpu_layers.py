@@ -16,22 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.worker.models.kernels.cpu_memory import MANY_ROWS
+from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, MANY_ROWS, LayerMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.worker.models.kernels.cpu_memory import Between
-
     Activation = Callable[[Tensor], Tensor]
     Rotation = Callable[..., tuple[Tensor, Tensor]]
 
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ROTATION = "apply_rotary_pos_emb"
-_EXPERT_ROWS = 128  # of one expert, computed at once
 _ACTIVATED_ROWS = 64
 
 
-def adopt_rotation(model: nn.Module) -> None:
+def adopt_rotation(model: nn.Module, memory: LayerMemory) -> None:
     """Rotate queries and keys in one pass instead of ten operators.
 
     transformers' attention looks the function up among the names of its file. A module of ours gets
@@ -45,7 +43,7 @@ def adopt_rotation(model: nn.Module) -> None:
         plain = forward.__globals__.get(_ROTATION)
         if plain is None or not _turns_halves(plain):
             continue
-        names = {**forward.__globals__, _ROTATION: _in_one_pass(plain)}
+        names = {**forward.__globals__, _ROTATION: _in_one_pass(plain, memory)}
         ours = FunctionType(
             forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
         )
@@ -65,26 +63,28 @@ def _turns_halves(plain: Rotation) -> bool:
         expected = plain(queries, keys, cos, sin)
     except RuntimeError:  # wants angles of another shape
         return False
-    answers = rotated(queries, keys, cos, sin)
+    answers = rotated(queries, keys, cos, sin, LayerMemory())
     return all(torch.allclose(*pair) for pair in zip(expected, answers, strict=True))
 
 
-def _in_one_pass(plain: Rotation) -> Rotation:
+def _in_one_pass(plain: Rotation, memory: LayerMemory) -> Rotation:
     def rotate(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         if q.shape[-1] == cos.shape[-1] and q.shape[0] == cos.shape[0] == unsqueeze_dim == 1:
-            return rotated(q, k, cos, sin)
+            return rotated(q, k, cos, sin, memory)
         return plain(q, k, cos, sin, unsqueeze_dim)
 
     return rotate
 
 
-def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotated(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, memory: LayerMemory
+) -> tuple[Tensor, Tensor]:
     """[1, heads, T, d] by [1, T, d]. The answers lie as [T, heads, d], which attention wants."""
     # Projections lie like that already: no copy is made of them.
     rows = [part[0].transpose(0, 1).contiguous() for part in (queries, keys)]
-    turned = [torch.empty_like(part) for part in rows]
+    turned = [memory.rows(len(part), part[0].numel()).view(part.shape) for part in rows]
     angles = cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
     _rotate(*(part.numpy() for part in rows), *angles, *(part.numpy() for part in turned))
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
@@ -98,12 +98,12 @@ class GatedMlp(nn.Module):
     down_proj: Any
 
     def __init__(
-        self, linears: Iterable[nn.Module], activate: Activation, between: Between
+        self, linears: Iterable[nn.Module], activate: Activation, memory: LayerMemory
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = linears
         self._activate = activate
-        self._between = between
+        self._memory = memory
 
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., hidden]."""
@@ -117,11 +117,13 @@ class GatedMlp(nn.Module):
         return answer
 
     def _products(self, rows: Tensor) -> list[Tensor]:
-        answers = self._between.take(*[(len(rows), self.gate_proj.out_features)] * 2)
-        for projection, answer in zip((self.gate_proj, self.up_proj), answers, strict=True):
+        answers = []
+        for projection in (self.gate_proj, self.up_proj):
+            answer = self._memory.rows(len(rows), projection.out_features)
             torch.mm(rows, projection.weight.t(), out=answer)
             if projection.bias is not None:
                 answer.add_(projection.bias)
+            answers.append(answer)
         return answers
 
 
@@ -140,7 +142,7 @@ def _in_slices(activation: Activation) -> Activation:
     return activate
 
 
-def adopt_mlps(model: nn.Module, between: Between) -> None:
+def adopt_mlps(model: nn.Module, memory: LayerMemory) -> None:
     """Compute gated mlps in place, over memory that all layers share."""
     known: dict[object, Activation | None] = {}  # by kind: a model's layers are alike
     for parent in list(model.modules()):
@@ -149,9 +151,11 @@ def adopt_mlps(model: nn.Module, between: Between) -> None:
                 continue
             kind = (type(child), type(getattr(child, "act_fn", None)), linears[0].weight.shape)
             if kind not in known:
-                known[kind] = _activation_of(child, linears, between)
+                known[kind] = _activation_of(child, linears, memory)
             if (activate := known[kind]) is not None:
-                setattr(parent, name, GatedMlp(linears, activate, between))
+                setattr(parent, name, GatedMlp(linears, activate, memory))
+                # Its rows, both products and its answer.
+                memory.expect(2 * sum(linears[0].weight.shape))
 
 
 def _gated_linears(module: nn.Module) -> list[nn.Linear] | None:
@@ -166,12 +170,12 @@ def _gated_linears(module: nn.Module) -> list[nn.Linear] | None:
 
 
 def _activation_of(
-    module: nn.Module, linears: list[nn.Linear], between: Between
+    module: nn.Module, linears: list[nn.Linear], memory: LayerMemory
 ) -> Activation | None:
     """With which a gated mlp answers as `module` does; None: with none."""
     own = getattr(module, "act_fn", None)
     for activate in (_silu, *([] if own is None else [_in_slices(own)])):
-        if _answers_alike(module, GatedMlp(linears, activate, between)):
+        if _answers_alike(module, GatedMlp(linears, activate, memory)):
             return activate
     return None
 
@@ -195,20 +199,20 @@ class SlicedExperts:
 
     even = True
 
-    def __init__(self, module: Any, gate: Activation, between: Between) -> None:
+    def __init__(self, module: Any, gate: Activation, memory: LayerMemory) -> None:
         self._experts = module
         self._gate = gate
-        self._between = between
+        self._memory = memory
         self._transposed = bool(getattr(module, "is_transposed", False))
 
     @classmethod
-    def of(cls, module: Any, between: Between) -> SlicedExperts | None:
+    def of(cls, module: Any, memory: LayerMemory) -> SlicedExperts | None:
         """For experts that lie in one weight and give the same answers on a sample."""
         weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if any(not isinstance(weight, Tensor) or weight.dim() != 3 for weight in weights):
             return None
         for gate in (_silu_gate, getattr(module, "_apply_gate", _silu_gate)):
-            ours = cls(module, gate, between)
+            ours = cls(module, gate, memory)
             if ours._answers_as(module):
                 return ours
         return None
@@ -228,22 +232,22 @@ class SlicedExperts:
     def __call__(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Rows [T, hidden], the experts chosen for each and their shares, both [T, k]."""
         experts, hidden, both = self._shape()
-        most = min(len(hidden_states), _EXPERT_ROWS)
-        memory = self._between.take((most, hidden), (most, both), (most, hidden))
+        most = min(len(hidden_states), EXPERT_ROWS)
+        places = [self._memory.rows(most, width) for width in (hidden, both, hidden)]
         answer = torch.zeros_like(hidden_states)
         sent, weights = chosen.reshape(-1), shares.reshape(-1, 1)
         order = sent.argsort(stable=True)
         sizes = torch.bincount(sent, minlength=experts).tolist()
         begin = 0
         for expert, size in enumerate(sizes[:experts]):  # beyond the last: to no expert
-            for start in range(begin, begin + size, _EXPERT_ROWS):
-                places = order[start : min(start + _EXPERT_ROWS, begin + size)]
-                tokens = places // chosen.shape[1]
-                rows, inner, outer = (part[: len(places)] for part in memory)
+            for start in range(begin, begin + size, EXPERT_ROWS):
+                sending = order[start : min(start + EXPERT_ROWS, begin + size)]
+                tokens = sending // chosen.shape[1]
+                rows, inner, outer = (place[: len(sending)] for place in places)
                 torch.index_select(hidden_states, 0, tokens, out=rows)
                 self._product("gate_up_proj", expert, rows, inner)
                 self._product("down_proj", expert, self._gate(inner), outer)
-                answer.index_add_(0, tokens, outer.mul_(weights[places]))
+                answer.index_add_(0, tokens, outer.mul_(weights[sending]))
             begin += size
         return answer
 
@@ -267,14 +271,53 @@ def _silu_gate(both: Tensor) -> Tensor:
     return nn.functional.silu(gate, inplace=True).mul_(up)
 
 
-def adopt_experts(model: nn.Module, between: Between) -> None:
+def adopt_experts(model: nn.Module, memory: LayerMemory) -> None:
     """Compute experts in slices where the answers are the same.
 
     What does so is marked `even`: a profile need not try how tokens might be routed.
     """
     for module in model.modules():
-        if (experts := SlicedExperts.of(module, between)) is not None:
+        if (experts := SlicedExperts.of(module, memory)) is not None:
             module.forward = experts
+
+
+class SummedLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)): the sums in place, over what came in."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self, hidden_states: Tensor, **how: Any) -> Tensor:
+        layer = self._layer
+        changed, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **how)
+        hidden_states.add_(changed)
+        del changed  # its place is the mlp's
+        return hidden_states.add_(layer.mlp(layer.post_attention_layernorm(hidden_states)))
+
+
+def adopt_sums(model: nn.Module) -> None:
+    """Add up in place in layers of the common shape, so that there is one sum instead of three."""
+    for module in model.modules():
+        if {name for name, _ in module.named_children()} == _LAYER and _adds_up(module):
+            module.forward = SummedLayer(module)
+
+
+def _adds_up(layer: Any) -> bool:
+    """Whether that gives the layer's own answers, whatever its attention may say."""
+    attention, width = layer.self_attn, layer.input_layernorm.weight.shape[0]
+    sample = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
+
+    def some(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        return hidden_states.flip(-1), None
+
+    attention.forward = some
+    try:
+        expected, ours = layer(sample.clone()), SummedLayer(layer)(sample.clone())
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    finally:
+        del attention.forward
+    return isinstance(expected, Tensor) and torch.allclose(expected, ours, rtol=1e-4, atol=1e-6)
 
 
 def warm_up() -> None:

@@ -39,12 +39,16 @@ class ReferenceKernels:
         """All rows of a batch: decodes together, then chunk by chunk."""
         keys, values = blocks
         self.store(*new, keys, values, batch)
-        out = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[3])
+        out = self.answers(rows, values.shape[3])
         if batch.decodes:
             self.decode(rows[: batch.decodes], keys, values, batch, masking, out)
         for span in batch.chunks:
             self.chunk(rows, keys, values, span, masking, out)
         return out
+
+    def answers(self, rows: Tensor, width: int) -> Tensor:
+        """Where they go: as many vectors of this width as there are in `rows` [T, heads, d]."""
+        return rows.new_empty(*rows.shape[:2], width)
 
     def store(
         self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
