@@ -154,7 +154,7 @@ class Reach:
         # What a chunk needs for its past grows up to what is gathered at once, and then hardly.
         far_past, past = limits.pairs // _BEYOND_A_PANEL - _BEYOND_A_PANEL, self.past
         # Of experts, each takes some rows at once: all of them, when all go to the same.
-        bends = (MANY_ROWS, past), (EXPERT_ROWS, past), (_BEYOND_A_PANEL, far_past)
+        bends = (MANY_ROWS, past), (EXPERT_ROWS, 0), (_BEYOND_A_PANEL, far_past)
         for some, before in ((whole // 4, past), *bends):
             if least < some < whole:
                 yield Trial(chunk=some, context=self._behind(some, before), alike=True)
