@@ -48,11 +48,14 @@ def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
     scored = chance.choice([0, 0, chance.randrange(1, limits.logit_rows - limits.sequences + 1)])
     context = chance.randrange(1, longest + 1)
     most = min(limits.tokens - decodes - scored, context, max(16, limits.pairs // context))
+    chunk = chance.choice([0, 1, most, chance.randrange(1, most + 1)]) if decodes else most
+    several = chance.randrange(1, max(2, limits.sequences - decodes - 1))
     return Trial(
         decodes=decodes,
         decode_context=chance.randrange(1, max(2, longest // 8)),
-        chunk=chance.choice([0, 1, most, chance.randrange(1, most + 1)]) if decodes else most,
+        chunk=chunk,
         context=context,
+        prompts=min(chance.choice([1, 1, several]), max(1, chunk)),
         scored=scored,
         scored_context=chance.randrange(1, longest + 1),
         demanding=chance.random() < 0.5,

@@ -63,8 +63,9 @@ class Trial:
 
     decodes: int = 0
     decode_context: int = 1  # what each of them sees
-    chunk: int = 0  # tokens of one sequence's prompt
+    chunk: int = 0  # tokens of a sequence's prompt
     context: int = 1  # what they see
+    prompts: int = 1  # among which the chunk is shared out; of several each sees itself
     scored: int = 0  # tokens of a prompt whose own log-probabilities are asked for
     scored_context: int = 1  # what these see
     demanding: bool = False  # of the sampler
@@ -228,13 +229,15 @@ class Stress:
         ids = self._ids(trial, trial.decode_context, vocabulary)
         for number in range(trial.decodes):
             plan.decodes.append(Slice(self._sequence(number, ids, how), len(ids) - 1, 1))
-        if trial.chunk:
-            ids = self._ids(trial, max(trial.context, trial.chunk), vocabulary)
-            sequence = self._sequence(trial.decodes, ids, how)
-            plan.chunks.append(Slice(sequence, len(ids) - trial.chunk, trial.chunk))
+        for number in range(trial.prompts if trial.chunk else 0):
+            count = (trial.chunk + number) // trial.prompts
+            seen = max(trial.context, count) if trial.prompts == 1 else count
+            ids = self._ids(trial, seen, vocabulary)
+            sequence = self._sequence(len(plan.slices), ids, how)
+            plan.chunks.append(Slice(sequence, len(ids) - count, count))
         if trial.scored:
             ids = self._ids(trial, max(trial.scored_context, trial.scored), vocabulary)
-            sequence = self._sequence(trial.decodes + 1, ids, how, prompt_logprobs=_LOGPROBS)
+            sequence = self._sequence(len(plan.slices), ids, how, prompt_logprobs=_LOGPROBS)
             sequence.scored = start = len(ids) - trial.scored
             plan.chunks.append(Slice(sequence, start, trial.scored))
         return plan
