@@ -65,11 +65,11 @@ class Trial:
     decode_context: int = 1  # what each of them sees
     chunk: int = 0  # tokens of a sequence's prompt
     context: int = 1  # what they see
-    prompts: int = 1  # among which the chunk is shared out; of several each sees itself
     scored: int = 0  # tokens of a prompt whose own log-probabilities are asked for
     scored_context: int = 1  # what these see
     demanding: bool = False  # of the sampler
     alike: bool = False  # all tokens the same, so that all go to the same experts
+    prompts: int = 1  # among which the chunk is shared out; of several each sees itself
 
 
 @dataclass(frozen=True, slots=True)
