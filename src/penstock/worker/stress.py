@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # what little a step leaves behind may hold another.
 _RAM_NOISE_BYTES = 1 << 20
 _GPU_NOISE_BYTES = 44 << 20
-_NOISE_SHARE = 0.05
+_NOISE_SHARE = 0.04
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
 _LOGPROBS = 20
