@@ -32,7 +32,7 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 _NO_SINKS = np.zeros(0, np.float32)
 _FEW = range(3, 49)  # rows; measured: below and above torch is as good
 _WIDE = 8192  # weights
-_ATTENDED = 1 << 18  # numbers of the answers that attention makes at once
+_ATTENDED = 1 << 19  # numbers of the answers that attention makes at once
 _TILE = 4  # rows and weights of one tile: 16 sums stay in registers
 
 
