@@ -44,8 +44,8 @@ _NEARLY = 0.85
 class CostModel(msgspec.Struct, frozen=True):
     """All figures in bytes, none negative."""
 
-    plane: Plane  # above all that was measured, and beyond it
-    layers: tuple[Plane, ...]  # the lowest of these, within
+    plane: Plane  # above all that was measured, for what is beyond it
+    layers: tuple[Plane, ...]  # the lowest of these
     logits: tuple[Plane, ...]
     measured: tuple[Measured, ...]  # made monotonic: a larger step never costs less
     kv_bytes_per_token: int
@@ -55,7 +55,7 @@ class CostModel(msgspec.Struct, frozen=True):
     def step(self, tokens: int, sequences: int, context: int, logit_rows: int) -> int:
         """Bytes that a step of this shape takes at most, KV aside."""
         shape = (1, tokens, sequences, context, logit_rows)
-        size = _height(self.plane, shape)
+        size = max(_lowest(self.layers, shape), _lowest(self.logits, shape))
         least, most = 0, None
         for point in self.measured:
             t, s, c, r = point.tokens, point.sequences, point.context, point.logit_rows
@@ -63,8 +63,8 @@ class CostModel(msgspec.Struct, frozen=True):
                 least = max(least, point.bytes)
             if t >= tokens and s >= sequences and c >= context and r >= logit_rows:
                 most = point.bytes if most is None else min(most, point.bytes)
-        if most is not None:
-            size = min(size, most, max(_lowest(self.layers, shape), _lowest(self.logits, shape)))
+        # Beyond the largest of all, the parts' own envelopes need not grow.
+        size = max(size, _height(self.plane, shape)) if most is None else min(size, most)
         return max(least, size, self.floor)
 
     def sequence(self, tokens: int) -> int:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # pages are counted per processor and summed up now and then. Of a GPU torch takes pieces of 20 MiB,
 # and of 2 for small tensors: a step between two that were measured may need one more of them, and
 # what little a step leaves behind may hold another.
-_RAM_NOISE_BYTES = 1 << 20
+_RAM_NOISE_BYTES = 5 << 18
 _GPU_NOISE_BYTES = 44 << 20
-_NOISE_SHARE = 0.04
+_NOISE_SHARE = 0.05
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
 _ROUTED_SHARE = 0.25
 _LOGPROBS = 20
