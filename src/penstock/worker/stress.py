@@ -159,6 +159,9 @@ class Reach:
         for some, before in ((whole // 4, past), *bends):
             if least < some < whole:
                 yield Trial(chunk=some, context=self._behind(some, before), alike=True)
+        for some, most in ((whole, far), (least, longest)):
+            if self.in_ram and some + past < most:
+                yield Trial(chunk=some, context=some + past)
         # Matrix products need more beside them for some numbers of rows than for twice as many.
         decodes = max(1, min(limits.sequences, whole) - 1)
         yield Trial(decodes, self.each, whole - decodes, whole, demanding=True)

@@ -60,6 +60,8 @@ class LayerMemory:
         for mapping in self._mappings:
             if (lent := mapping.lend(size, room)) is not None:
                 return lent.view(shape)
+        # What is empty has been too small: it would be held beside what takes its place.
+        self._mappings = [mapping for mapping in self._mappings if mapping.in_use]
         mapping = _Mapping(room if self._mappings else max(room, shape[0] * self._width))
         self._mappings.append(mapping)
         return mapping.lend(size, room).view(shape)  # type: ignore[union-attr] # it has just that
@@ -91,6 +93,11 @@ class _Mapping:
             raise MemoryError(f"no {size * _ITEM_BYTES} bytes for a step's layers") from error
         self._numbers = np.frombuffer(memory, np.float32)
         self._lent: list[tuple[int, int]] = []  # from, to; in order
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any tensor lies here."""
+        return bool(self._lent)
 
     def lend(self, size: int, room: int) -> Tensor | None:
         """The first gap of `room`, until the tensor is gone; None: there is none."""
