@@ -92,7 +92,9 @@ class Bench:
 
 def profile(bench: Bench) -> Profile:
     """Measure, or apply what was measured before; raises `ModelTooLarge` with every knob."""
-    # Threads are started; from now on what is held, but for KV, is for steps and libraries.
+    # Threads are started; from now on what is held, but for KV, is for steps and libraries. What
+    # loading has freed is nobody's.
+    bench.meter.drop_caches()
     bench.cap.settle()
     before = _baseline(bench)
     stored = profile_store.load(bench.spec.profile_dir, bench.fingerprint)
@@ -150,21 +152,31 @@ def _taken_over(bench: Bench, stored: StoredProfile) -> Profile | None:
     The step is the same in any grant, and less or more KV beside it proves nothing new. On a CPU
     only, where the largest step takes seconds. An explicit size of the KV is always tried.
     """
-    spec, kept = bench.spec, stored.kept_bytes
-    if not stored.proven or spec.kv_tokens is not None:
+    if not stored.proven or bench.spec.kv_tokens is not None or not bench.arena.in_ram:
         return None
-    limits = _limits(bench.limits, stored.step_tokens)
-    room = _kv_room(bench, spec.memory_bytes - kept - _largest_step(bench, limits, stored.cost))
-    blocks = bench.arena.blocks_within(room)
-    if blocks < 2 or not bench.arena.in_ram:
-        return None
-    found = _profile_of(bench, limits, stored.cost, blocks, kept)
-    if bench.executor.reading_bytes > found.step_bytes:
-        bench.executor.complete()  # behind the cap it might not find the memory, and Rust aborts
+    kept = stored.kept_bytes
+    found = _sized(bench, stored, kept)
+    if found is not None and bench.executor.reading_bytes > found.step_bytes:
+        # Behind the cap it might not find the memory, and Rust aborts. So it is kept from now on.
+        before = _baseline(bench)
+        bench.executor.complete()
+        bench.meter.drop_caches()
         bench.cap.settle()
-    bench.pool.set_limit(blocks)
+        kept = max(0, kept - max(0, _baseline(bench) - before))
+        found = _sized(bench, stored, kept)
+    if found is None:
+        return None
+    bench.pool.set_limit(found.kv_blocks)
     bench.cap.move(found.kv_bytes, found.step_bytes)
     return dataclasses.replace(found, held_bytes=_baseline(bench), kept_bytes=kept, proven=True)
+
+
+def _sized(bench: Bench, stored: StoredProfile, kept: int) -> Profile | None:
+    """What a stored profile leaves for KV; None: nothing."""
+    limits = _limits(bench.limits, stored.step_tokens)
+    step_bytes = _largest_step(bench, limits, stored.cost)
+    blocks = bench.arena.blocks_within(_kv_room(bench, bench.spec.memory_bytes - kept - step_bytes))
+    return _profile_of(bench, limits, stored.cost, blocks, kept) if blocks > 1 else None
 
 
 def _warm_up(bench: Bench) -> None:
