@@ -51,9 +51,10 @@ class Machine:
         self.more_beside_kv = 0  # bytes that a step takes beside a full arena, and not before
         self.kept_bytes = 0  # from the first step on
         self.bug = False
+        self.read = False  # what else is kept from the first step on
 
     def complete(self) -> None:
-        pass
+        self.read = True
 
     def cost(self, shape: StepShape) -> int:
         return MIB + self.token_bytes * shape.tokens + 8 * shape.context + 9000 * shape.logit_rows
@@ -74,7 +75,7 @@ class Machine:
         return StepResult()
 
     def held(self) -> int:
-        kept = self.kept_bytes if self.steps else 0
+        kept = self.kept_bytes if self.steps or self.read else 0
         return 1000 * MIB + self.arena.committed_bytes + kept
 
     def mark(self) -> None:
@@ -242,6 +243,16 @@ def test_a_profile_that_was_proven_is_taken_over(tmp_path: Path) -> None:
     assert more.proven and more.kv_bytes > two.kv_bytes
     less = load(third, 110 * MIB, tmp_path)
     assert less.proven and less.kv_bytes < two.kv_bytes and not third.steps
+
+
+def test_what_is_read_at_load_is_not_left_free_beside_that(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    first.kept_bytes = second.kept_bytes = 3 * MIB
+    one = load(first, 128 * MIB, tmp_path)
+    second.reading_bytes = 128 * MIB  # more than a step has
+    two = load(second, 128 * MIB, tmp_path)
+    assert two.proven and second.read and two.kept_bytes == 0
+    assert two.kv_bytes == one.kv_bytes and two.held_bytes == one.held_bytes
 
 
 def test_an_unproven_profile_is_validated(tmp_path: Path) -> None:

@@ -55,9 +55,16 @@ class PackedLayer:
 
 def packed_layers(model: nn.Module) -> Iterator[PackedLayer]:
     """Layers of the common shape; their weights are packed on the way."""
-    for module in model.modules():
-        if {name for name, _ in module.named_children()} == _LAYER and (found := _pack(module)):
+    for module in common_layers(model):
+        if (found := _pack(module)) is not None:
             yield found
+
+
+def common_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Whatever has the parts of one, and may do more with them."""
+    for module in model.modules():
+        if {name for name, _ in module.named_children()} == _LAYER:
+            yield module
 
 
 def install(layer: PackedLayer, forward: Callable[..., Tensor]) -> None:

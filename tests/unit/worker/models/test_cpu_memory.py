@@ -48,6 +48,13 @@ def test_what_is_expected_of_a_row_is_one_mapping_for_all_that_comes_and_goes() 
     assert mapped(memory) == 100 * (2 * 64 + 2 * 192) * 4
 
 
+def test_a_larger_tensor_is_not_held_beside_the_places_that_were_too_small() -> None:
+    memory = LayerMemory()
+    for count in (100, 200, 400):
+        memory.rows(count, 64)
+    assert mapped(memory) == 400 * 64 * 4
+
+
 def test_few_rows_are_the_heaps() -> None:
     memory = LayerMemory()
     assert memory.rows(MANY_ROWS - 1, 64).shape == (MANY_ROWS - 1, 64)

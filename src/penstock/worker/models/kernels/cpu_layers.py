@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.worker.models.fusions import common_layers
 from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, MANY_ROWS, LayerMemory
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Activation = Callable[[Tensor], Tensor]
     Rotation = Callable[..., tuple[Tensor, Tensor]]
 
-_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ROTATION = "apply_rotary_pos_emb"
 _ACTIVATED_ROWS = 64
 
@@ -297,8 +297,8 @@ class SummedLayer:
 
 def adopt_sums(model: nn.Module) -> None:
     """Add up in place in layers of the common shape, so that there is one sum instead of three."""
-    for module in model.modules():
-        if {name for name, _ in module.named_children()} == _LAYER and _adds_up(module):
+    for module in common_layers(model):
+        if _adds_up(module):
             module.forward = SummedLayer(module)
 
 
