@@ -25,6 +25,7 @@ from penstock.memory.requests import RequestPool, floor_bytes
 from penstock.server.api.responses import Responses
 from penstock.server.api.services import Services, Texts
 from penstock.server.app import build_app
+from penstock.server.connection import Connection
 from penstock.server.metrics import Metrics
 from penstock.server.plans import Storage
 from penstock.server.pressure import build_governor
@@ -249,7 +250,7 @@ def _rereader(services: Services) -> Callable[[], None]:
 def _uvicorn_config(services: Services, closing: asyncio.Event) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(services, closing),
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
