@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.errors import Overloaded
+from penstock.errors import BodyTooLarge, Overloaded
 from penstock.memory.ledger import OutOfBudget, Purpose
 
 if TYPE_CHECKING:
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
     from penstock.memory.ledger import Ledger
 
-# Bytes of the process per byte of body, once it is decoded; measured for JSON with one long text
-# (2.1: the body and the text) and with token ids (4.8: each id is an object and a place in a list).
+# Bytes of the process per byte of body, booked before it is read: for the body, its texts and the
+# prompt made of them, or for token ids (4.8: each is an object and a place in a list).
 BODY_FACTOR = 5
+# A single character that is not Latin makes every other of its text take four bytes, in the
+# message and in the prompt.
+_WIDE_FACTOR = 10
+# And for each value, string (twice), list and object of it, however short; an object may be a
+# message or a call, which is made once more for the chat template.
+_MARKS = {b",": 24, b'"': 20, b"[": 80, b"{": 320}
 # One more id in a list: 8 bytes for its place, 32 for the number (28 rounded up).
 TOKEN_BYTES = 40
-# The tokenizer's own peak per byte of text, measured: 105 for words, 213 for random characters.
-# It is given back at the end, and only as many texts are in it as it has threads.
-TOKENISE_FACTOR = 214
 
 # One token of an answer that is kept until it is whole, and one log-probability of it: 125 bytes as
 # it came, 366 as it is rendered, 85 as it is sent.
@@ -49,9 +52,20 @@ def floor_bytes(limit_bytes: int) -> int:
     return max(_FLOOR_LEAST, min(limit_bytes // _FLOOR_SHARE, _FLOOR_MOST))
 
 
+def decoded_bytes(body: bytes) -> int:
+    """What a JSON body takes at most while it is made into a prompt, itself included.
+
+    Without a look at what is text and what is not: marks within a text are booked for nothing.
+    """
+    wide = not body.isascii() or b"\\u" in body
+    size = len(body) * (_WIDE_FACTOR if wide else BODY_FACTOR)
+    return size + sum(each * body.count(mark) for mark, each in _MARKS.items())
+
+
 @dataclass(slots=True)
 class _Waiter:
     size: int
+    held: int  # by the same request
     turn: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
@@ -98,23 +112,30 @@ class RequestPool:
                 waiter.turn.set_result(None)
             self._waiters.popleft()
 
-    async def take(self, size: int) -> None:
-        """Book `size` more bytes, in turn; `Overloaded` after the deadline or if it never fits."""
-        if size > self._most:
-            raise self._overloaded(size)
+    async def take(self, size: int, held: int = 0) -> None:
+        """Book `size` more bytes for a request that holds some, in turn.
+
+        `BodyTooLarge` if it can never have them, `Overloaded` after the deadline, or at once if
+        everything is held by such as wait for more: then nobody else would ever give any back.
+        """
+        if held + size > self._most:
+            raise self._too_large(held + size)
         if not self._waiters and self._try(size):
             return
-        waiter = _Waiter(size)
+        if held and held + sum(waiter.held for waiter in self._waiters) >= self._used:
+            raise self._overloaded(size)
+        waiter = _Waiter(size, held)
         self._waiters.append(waiter)
         self.on_starved(self._used + sum(w.size for w in self._waiters) - self._booking.total())
         try:
             async with asyncio.timeout(self._patience_s):
                 await waiter.turn
         except TimeoutError:
-            raise self._overloaded(size) from None
+            if not _had(waiter):
+                raise self._overloaded(size) from None
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled():
-                self.give(size)  # the turn came in the same moment
+            if _had(waiter):
+                self.give(size)
             raise
         finally:
             if waiter in self._waiters:
@@ -152,6 +173,18 @@ class RequestPool:
         self._used = used
         return True
 
+    def _too_large(self, size: int) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"This request would take {size} bytes in the server, and all requests together may "
+            f"have {self._most} (server.max_bodies, and a quarter of memory.limit).",
+            numbers={
+                "reason": "memory",
+                "domain": "ram",
+                "needed_bytes": size,
+                "limit_bytes": self._most,
+            },
+        )
+
     def _overloaded(self, size: int) -> Overloaded:
         return Overloaded(
             f"There is no memory for the {size} bytes that this request takes in the server: "
@@ -167,16 +200,31 @@ class RequestPool:
         )
 
 
+def _had(waiter: _Waiter) -> bool:
+    """Whether its turn came in the same moment."""
+    return waiter.turn.done() and not waiter.turn.cancelled()
+
+
 class Share:
     """What one request holds of the pool."""
 
-    def __init__(self, pool: RequestPool) -> None:
+    def __init__(self, pool: RequestPool, beside: Share | None = None) -> None:
         self._pool = pool
+        self._beside = beside
         self.size = 0
+
+    def apart(self) -> Share:
+        """A part of the same request that may outlive it."""
+        return Share(self._pool, beside=self)
+
+    @property
+    def held(self) -> int:
+        """By the whole request, as far as is known here."""
+        return self.size + (self._beside.held if self._beside is not None else 0)
 
     async def grow(self, size: int) -> None:
         """Hold so much more; waits for it."""
-        await self._pool.take(size)
+        await self._pool.take(size, self.held)
         self.size += size
 
     def grow_now(self, size: int) -> None:

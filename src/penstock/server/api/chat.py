@@ -108,7 +108,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
 
 async def prepare(exchange: Exchange, fields: ChatFields, services: Services) -> Job:
     """The job of a chat."""
-    return await prepare_conversation(exchange, fields.conversation(), services)
+    asked = await exchange.apart(fields.conversation)
+    return await prepare_conversation(exchange, asked, services)
 
 
 def call_id(begin: CallBegin) -> str:

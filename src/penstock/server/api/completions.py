@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from penstock.errors import BadRequest
 from penstock.memory.admission import RequestNeed
+from penstock.memory.requests import TOKEN_BYTES
 from penstock.server.api.answers import DONE, EVENT_STREAM, KEEP_ALIVE, collect, send_stream
 from penstock.server.api.errors import error_object, event
 from penstock.server.api.exchange import decode_json
@@ -141,6 +142,7 @@ async def _token_ids(prompt: str | list[int], tokenizer: Tokenizer, door: FrontD
         ids = prompt
         await door.check(RequestNeed(len(ids), None, "prompt"))
         check_token_ids(ids, door.card.vocab_size, "prompt")
+        await door.share.grow(TOKEN_BYTES * len(ids))
     if not ids:
         raise BadRequest("`prompt` comes to no token at all.", param="prompt")
     return ids

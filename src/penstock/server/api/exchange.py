@@ -12,12 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.errors import BadRequest, BodyTooLarge, Overloaded
-from penstock.memory.requests import BODY_FACTOR
+from penstock.memory.requests import BODY_FACTOR, decoded_bytes
 from penstock.server.api.errors import ANTHROPIC, OPENAI, ErrorStyle
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ Send = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
 
 _DISCARD_S = 10.0
+_BODY_S = 60.0  # of silence in the middle of a body
+_BELIEVED_BYTES = 1 << 20  # of what a client says that a body will have
+# Below this a decode takes less time than a thread switch.
+_INLINE_BYTES = 64 << 10
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error: the client may leave when it likes
@@ -53,6 +58,7 @@ class Exchange:
     patience_s: float = 300.0  # with a client that takes nothing of what it is sent
     caller: str = ""  # which API key was used; requests are fair between them
     salt: bytes = b""  # requests with another one never find this one's KV
+    owner: str = ""  # of what is stored: a mark of the API key, whatever its place among them
     style: ErrorStyle = OPENAI  # the protocol in which it is refused
     # How a stream that has begun says that it failed, where the protocol needs more than an event.
     failing: Callable[[PenstockError], bytes] | None = None
@@ -60,6 +66,7 @@ class Exchange:
     status: int | None = None  # of the answer, once its headers are out
     record: dict[str, object] = field(default_factory=dict)  # for the access log
     _body_read: bool = False
+    _body_bytes: int = 0
     _answered: bool = False  # to the last byte
 
     @property
@@ -78,26 +85,39 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self) -> AsyncIterator[bytes]:
-        """The whole body. What it will take once decoded is booked before it is read; when the
-        block ends the fields are left, about once its size."""
+        """The whole body. What it will take once decoded is booked before it is read, or decoded;
+        when the block ends the fields are left, about once its size and what is in them."""
         declared = self.header(b"content-length")
         size = int(declared) if declared is not None and declared.isdigit() else 0
         if size > self.limit_bytes:
             await self._discard(size)
             raise self._too_large(size)
-        await self.share.grow(size * BODY_FACTOR)
-        content = await self._read(size)
+        # What a client only announces would keep others from what it never uses.
+        believed = min(size, _BELIEVED_BYTES)
+        await self.share.grow(believed * BODY_FACTOR)
+        content = await self._read(believed)
+        needed = await self.apart(partial(decoded_bytes, content))
+        await self.share.grow(max(0, needed - self.share.size))
         try:
             yield content
         finally:
-            self.share.shrink(len(content) * (BODY_FACTOR - 1))
+            # Of the texts one is left, the prompt being booked as tokens; what is in lists stays.
+            self.share.shrink((BODY_FACTOR - 1) * len(content))
+
+    async def apart(self, work: Callable[[], Result]) -> Result:
+        """Do something with the body: beside the event loop, if the body is large."""
+        return work() if self._body_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
     async def _read(self, booked: int) -> bytes:
-        """All chunks; those beyond what was declared are booked as they come."""
+        """All chunks; those beyond what is booked are booked as they come."""
         chunks: list[bytes] = []
         held, more = 0, True
         while more:
-            message = await self.receive()
+            try:
+                async with asyncio.timeout(min(self.patience_s, _BODY_S)):
+                    message = await self.receive()
+            except TimeoutError:
+                raise _unfinished(held) from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             chunk: bytes = message.get("body", b"")
@@ -112,7 +132,7 @@ class Exchange:
                 await self.share.grow((held - booked) * BODY_FACTOR)
                 booked = held
             chunks.append(chunk)
-        self._body_read = True
+        self._body_read, self._body_bytes = True, held
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _too_large(self, size: int | None = None) -> BodyTooLarge:
@@ -218,6 +238,13 @@ class Exchange:
             raise ClientGone from None
 
 
+def _unfinished(held: int) -> BadRequest:
+    return BadRequest(
+        f"The request body has stopped after {held} bytes: nothing came for {_BODY_S:.0f} seconds "
+        "(server.slow_client_s if that is less)."
+    )
+
+
 async def _end(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what still runs and wait until it has cleaned up."""
     for task in tasks:
@@ -231,9 +258,6 @@ _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
-
-# Below this a decode takes less time than a thread switch.
-_INLINE_BYTES = 64 << 10
 
 
 async def decode_json(decoder: msgspec.json.Decoder[Result], body: bytes) -> Result:

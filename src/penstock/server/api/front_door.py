@@ -7,6 +7,7 @@ this brings them the snapshot and the model, and reads no gauge.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,13 +38,15 @@ class FrontDoor:
         """The text's tokens; one that is certainly too long is refused without encoding it."""
         least = tokenizer.least_tokens(text)
         await self.check(RequestNeed(least, None, self.prompt_field, at_least=True))
-        working = tokenizer.encoding_bytes(text)
-        await self.share.grow(working)
+        # A client that leaves does not stop the tokenizer.
+        working = self.share.apart()
+        await working.grow(tokenizer.encoding_bytes(text))
         started = time.monotonic()
-        try:
-            ids = await tokenizer.encode_in_thread(text, add_special_tokens=add_special_tokens)
-        finally:
-            self.share.shrink(working)
+        work = asyncio.ensure_future(
+            tokenizer.encode_in_thread(text, add_special_tokens=add_special_tokens)
+        )
+        work.add_done_callback(lambda _: working.release())
+        ids = await asyncio.shield(work)
         self.services.metrics.tokenised(self.card.name, time.monotonic() - started)
         await self.share.grow(TOKEN_BYTES * len(ids))
         return ids
