@@ -6,19 +6,18 @@ more. Knows the worker's client and the books, not why memory moves.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.config import RELOAD_KEYS
-from penstock.errors import ModelTooLarge
+from penstock.errors import ModelTooLarge, Overloaded
 from penstock.memory.admission import ModelRoom
 from penstock.memory.ledger import OutOfBudget, Purpose
 from penstock.memory.slack import Slack
 from penstock.wire import Grant, Shed
 
 if TYPE_CHECKING:
-    import asyncio
-
     from penstock.config import ModelSettings
     from penstock.memory.ledger import Ledger, Needs, Reservation
     from penstock.server.client import ModelClient
@@ -107,9 +106,19 @@ class Holding:
                     "limit_bytes": held + max(room, 0),
                 },
             )
-        self._client = client
         kv_bytes = min(room, ready.kv_bytes, self.need.kv_most_bytes)
-        self._booking.resize({**fixed, self._kv_key: kv_bytes})
+        try:
+            self._booking.resize({**fixed, self._kv_key: kv_bytes})
+        except OutOfBudget as error:  # in RAM, beside the device that it computes on
+            held = sum(size for (domain, _), size in fixed.items() if domain == error.domain)
+            limit = self._ledger.snapshot()[error.domain].limit_bytes
+            kind = ModelTooLarge if held > limit else Overloaded
+            raise kind(
+                f"The model {self.plan.card.name!r} holds {held} bytes of {error.domain} beside "
+                f"what it has on {self.domain}, as measured. {error.message} Raise memory.limit.",
+                numbers=error.numbers,
+            ) from None
+        self._client = client
         self.granted_kv_bytes = kv_bytes
         if kv_bytes < ready.kv_bytes:
             self._grant()
@@ -134,7 +143,8 @@ class Holding:
         """Have the worker hold no more KV than this, or than its running requests need; the books
         fall when it has answered."""
         self.granted_kv_bytes = max(kv_bytes, 0)
-        await self._grant()
+        # Who waits may be called off; the books must hear the answer all the same.
+        await asyncio.shield(self._grant())
 
     def grow_tier(self, tier_bytes: int) -> None:
         """Book and grant so much RAM for KV; `OutOfBudget` if it does not fit."""

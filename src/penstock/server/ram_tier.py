@@ -6,6 +6,7 @@ which models give KV, and what is free goes here in the end.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ class RamTier:
 
     async def shrink_kv(self, kv_bytes: int) -> None:
         """Have it hold no more than so much."""
-        await self.holding.shrink_tier(kv_bytes)
+        await asyncio.shield(self.holding.shrink_tier(kv_bytes))
 
     def make_way(self) -> None:
         """Come down to the share, in its own time."""

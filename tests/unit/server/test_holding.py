@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from penstock.errors import ModelTooLarge, Overloaded, PenstockError
 from penstock.memory.admission import LoadNeed
 from penstock.memory.ledger import Ledger, OutOfBudget, Purpose
 from penstock.server.holding import Holding
@@ -108,6 +110,40 @@ def test_what_the_driver_counts_is_booked_instead_of_the_estimate() -> None:
     assert (booked[Purpose.PROCESS], booked[Purpose.QUEUE]) == (10 * MIB, 20 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("overhead", "refusal"), [(600 * MIB, Overloaded), (LIMIT + MIB, ModelTooLarge)]
+)
+def test_a_gpu_model_for_which_ram_is_full_is_refused_with_the_numbers(
+    overhead: int, refusal: type[PenstockError]
+) -> None:
+    ledger = Ledger({"gpu:0": LIMIT, "ram": LIMIT})
+    ledger.reserve("other", {("ram", Purpose.KV): 500 * MIB})
+    need = LoadNeed("m", "gpu:0", {}, MIB, MIB, LIMIT)
+    card = SimpleNamespace(name="m")
+    plan = SimpleNamespace(domain="gpu:0", load_need=lambda: need, kv_least_bytes=MIB, card=card)
+    needs = {("gpu:0", Purpose.KV): 100 * MIB, ("ram", Purpose.PROCESS): 100 * MIB}
+    made = Holding(ledger, cast("Any", plan), ledger.reserve("model:m", needs))
+    ready = SimpleNamespace(
+        weight_bytes=MIB,
+        overhead_bytes=overhead,
+        queue_bytes=0,
+        kept_bytes=0,
+        graph_bytes=0,
+        device_overhead_bytes=0,
+        step_bytes=0,
+        kv_bytes=50 * MIB,
+    )
+    with pytest.raises(refusal, match=r"'m' holds \d+ bytes of ram") as caught:
+        made.move_in(cast("Any", SimpleNamespace(ready=ready)))
+    assert type(caught.value) is refusal
+    assert caught.value.numbers == {
+        "reason": "memory",
+        "domain": "ram",
+        "needed_bytes": overhead - 100 * MIB,
+        "limit_bytes": 400 * MIB,
+    }
+
+
 def test_kv_in_ram_is_booked_before_it_is_granted_and_until_it_is_back() -> None:
     ledger = Ledger({"gpu:0": LIMIT, "ram": LIMIT})
     need = LoadNeed("m", "gpu:0", {}, MIB, MIB, LIMIT)
@@ -135,3 +171,21 @@ def test_kv_in_ram_is_booked_before_it_is_granted_and_until_it_is_back() -> None
     assert tier.resident().kv_bytes == 160 * MIB
     assert made.granted_kv_bytes == 100 * MIB
     ledger.check()
+
+
+def test_an_answer_counts_though_nobody_waits_for_it_any_more() -> None:
+    async def run() -> None:
+        ledger = Ledger({"ram": LIMIT})
+        made = holding(ledger, 0, committed=0)
+        answer: asyncio.Future[Freed | None] = asyncio.get_running_loop().create_future()
+        cast("Any", made._client).order = lambda _: answer
+        shrinking = asyncio.create_task(made.shrink(100 * MIB))
+        await asyncio.sleep(0)
+        shrinking.cancel()
+        await asyncio.wait([shrinking])
+        assert not answer.done()
+        answer.set_result(Freed(300 * MIB, 100 * MIB, 0))
+        await asyncio.sleep(0)
+        assert made.kv_bytes == 100 * MIB
+
+    asyncio.run(run())
