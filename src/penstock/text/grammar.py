@@ -27,6 +27,8 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 MAX_FORMAT_BYTES = 256 << 10
 MAX_CHOICES = 4096
+# Of rules; what is larger would have more symbols than LIMITS allows, and take a second to say so.
+MAX_RULE_CHARACTERS = 4 << 20
 _CHECKED = 512  # answers kept of the latest checks
 
 # A lexer state takes 1 to 2 kB, so one grammar stays below 32 MiB however long the answer is. The
@@ -88,10 +90,21 @@ class Grammar:
         self.rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def text(self) -> str:
-        """The whole, for the wire."""
-        lark = "\n".join([_OPTIONS, f"start: {self.start}", *self.rules])
-        grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    def part(self, body: str) -> str:
+        """A further rule with a name of the grammar's own, for what others refer to repeatedly."""
+        return self.rule(f"part{len(self.rules)}", body)
+
+    def text(self, param: str = "tools") -> str:
+        """The whole, for the wire; `param` is the field that a refusal points at."""
+        rules = [_OPTIONS, f"start: {self.start}", *self.rules]
+        size = sum(map(len, rules))
+        if size > MAX_RULE_CHARACTERS:
+            raise BadRequest(
+                f"`{param}` comes to a grammar of {size} characters; at most "
+                f"{MAX_RULE_CHARACTERS} are allowed.",
+                param=param,
+            )
+        grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(rules)}]
         grammars += [{"name": name, **content} for name, content in self.named.items()]
         return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
@@ -130,7 +143,7 @@ def checked_grammar(wanted: Format) -> str:
     """The grammar of an answer that is nothing but this form; blocking."""
     grammar = Grammar()
     grammar.start = body_of(grammar, wanted)
-    check(text := grammar.text(), wanted.param)
+    check(text := grammar.text(wanted.param), wanted.param)
     return text
 
 

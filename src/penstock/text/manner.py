@@ -160,9 +160,9 @@ class Manner:
             # The end of thinking is no token of its own: it is found in the text.
             grammar.rules.append(f"thought[lazy]: /(?s:.*)/ {literal(tags.close)}")
             grammar.start = f"thought{'' if opened else '?'} ({grammar.start})"
-        text = None if grammar is None else grammar.text()
+        param = "tools" if wanted is None else wanted.param
+        text = None if grammar is None else grammar.text(param)
         if text is not None:
-            param = "tools" if wanted is None else wanted.param
             grammars.check(text, param)
         simple = not tools and tags is None and not harmony
         return AnswerPlan(plain if simple else parser, frozenset(visible), text, thinks)

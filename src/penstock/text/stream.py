@@ -1,7 +1,8 @@
 """The text of one answer while its tokens arrive: whole characters only, up to a stop string.
 
-`TextStream` owns what has been sent and what is held back; `StopFinder` owns the search. Neither
-knows requests or the wire. Each token costs the same however long the answer already is.
+`TextStream` owns what has been sent and what is held back; `StopFinder` owns the search, by tables
+that all answers to one request share. Neither knows requests or the wire. Each token costs the same
+however long the answer already is.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
+        stop: Sequence[StopString] = (),
         skip_special_tokens: bool = True,
         visible: frozenset[str] = frozenset(),
     ) -> None:
@@ -46,7 +46,6 @@ class TextStream:
         self._decoding = tokenizer.decoder.start()
         self._skip_special_tokens = skip_special_tokens
         self._visible = visible
-        self._include_stop = include_stop
         self._finder = StopFinder(stop)
         self._made = 0  # characters made of the tokens so far
         self._held = ""  # the last of them, which may be the beginning of a stop string
@@ -89,9 +88,35 @@ class TextStream:
         self.stopped = True
         self.matched = found.stop
         start = found.start - (self._made - len(self._held))
-        end = start + len(found.stop) if self._include_stop else start
-        rest, self._held = self._held[:end], ""
+        rest, self._held = self._held[:start], ""
         return rest
+
+
+@dataclass(frozen=True, slots=True)
+class StopString:
+    """A text at which answers end, and the table by which it is searched for."""
+
+    text: str
+    shorter: list[int]  # for each length, the next shorter beginning of `text` that also ends there
+
+    @classmethod
+    def of(cls, text: str) -> StopString:
+        """Makes the table, in about a step a character."""
+        stop = cls(text, [0, 0])
+        for character in text[1:]:
+            stop.shorter.append(stop.step(stop.shorter[-1], character))
+        return stop
+
+    def step(self, matched: int, character: str) -> int:
+        """How much of it the end of a text matches, once this character is there too."""
+        while matched and self.text[matched] != character:
+            matched = self.shorter[matched]
+        return matched + 1 if self.text[matched] == character else 0
+
+
+def stop_strings(texts: Sequence[str]) -> tuple[StopString, ...]:
+    """All of them, once each."""
+    return tuple(StopString.of(text) for text in dict.fromkeys(texts) if text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +134,8 @@ class StopFinder:
     and Pratt), so a character costs the same however long the strings are.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._searches = [_Search(stop) for stop in dict.fromkeys(stops) if stop]
+    def __init__(self, stops: Sequence[StopString]) -> None:
+        self._searches = [_Search(stop) for stop in stops]
         self._seen = 0
         self._best: Found | None = None
 
@@ -128,7 +153,8 @@ class StopFinder:
             self._seen += 1
             for search in self._searches:
                 if search.push(character):
-                    self._consider(Found(self._seen - len(search.stop), search.stop))
+                    stop = search.stop.text
+                    self._consider(Found(self._seen - len(stop), stop))
             if self._best and self._first_partial() >= self._best.start:
                 return self._best
         return None
@@ -153,26 +179,17 @@ class StopFinder:
 class _Search:
     """One string: how much of it the end of the text matches."""
 
-    __slots__ = ("_shorter", "matched", "stop")
+    __slots__ = ("matched", "stop")
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stop: StopString) -> None:
         self.stop = stop
         self.matched = 0
-        # For each length, the next shorter beginning of `stop` that also ends there.
-        self._shorter = [0, 0]
-        for character in stop[1:]:
-            self._shorter.append(self._step(self._shorter[-1], character))
 
     def push(self, character: str) -> bool:
         """Whether the string is complete with this character."""
-        self.matched = self._step(self.matched, character)
-        complete = self.matched == len(self.stop)
+        self.matched = self.stop.step(self.matched, character)
+        complete = self.matched == len(self.stop.text)
         if complete:
             # What follows can only start later than this match.
-            self.matched = self._shorter[self.matched]
+            self.matched = self.stop.shorter[self.matched]
         return complete
-
-    def _step(self, matched: int, character: str) -> int:
-        while matched and self.stop[matched] != character:
-            matched = self._shorter[matched]
-        return matched + 1 if self.stop[matched] == character else 0

@@ -240,7 +240,7 @@ def _make_pool() -> None:
     thread.join()
 
 
-def require_encodable(text: str, *, param: str | None = None) -> None:
+def require_encodable(text: str) -> None:
     """Refuses text with half of a surrogate pair, which JSON can carry but UTF-8 cannot."""
     if text.isascii():
         return
@@ -249,8 +249,7 @@ def require_encodable(text: str, *, param: str | None = None) -> None:
     except UnicodeEncodeError as error:
         raise BadRequest(
             f"The text is not valid Unicode: character {error.start} is "
-            f"U+{ord(text[error.start]):04X}, half of a surrogate pair without its other half.",
-            param=param,
+            f"U+{ord(text[error.start]):04X}, half of a surrogate pair without its other half."
         ) from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.text.grammar import Format, checked_grammar
+from penstock.text.grammar import MAX_RULE_CHARACTERS, Format, Grammar, checked_grammar
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,16 @@ def test_a_schema_that_grows_without_bound_is_refused() -> None:
     ]
     with pytest.raises(BadRequest, match="too large"):
         checked_grammar(Format("json_schema", {"allOf": pairs}))
+
+
+def test_rules_beyond_all_measure_are_refused_with_their_size() -> None:
+    grammar = Grammar('"a"')
+    for _ in range(5):
+        grammar.part(f'"{"a" * (MAX_RULE_CHARACTERS // 5)}"')
+    with pytest.raises(
+        BadRequest, match=rf"4194\d+ characters; at most {MAX_RULE_CHARACTERS}"
+    ) as no:
+        grammar.text("here")
+    assert no.value.param == "here"
+    grammar.rules.pop()
+    assert grammar.text("here")

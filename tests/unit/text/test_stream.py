@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.testing.tokenizers import FAMILIES, SPECIALS, byte_level
-from penstock.text.stream import StopFinder, TextStream
+from penstock.text.stream import StopFinder, TextStream, stop_strings
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
@@ -56,9 +56,9 @@ def test_pieces_are_the_one_shot_decode(
 
 
 @families
-@given(data=st.data(), include=st.booleans(), sizes=st.lists(st.integers(0, 5), max_size=10))
+@given(data=st.data(), sizes=st.lists(st.integers(0, 5), max_size=10))
 def test_text_ends_at_the_first_stop_string(
-    name: str, data: st.DataObject, include: bool, sizes: list[int]
+    name: str, data: st.DataObject, sizes: list[int]
 ) -> None:
     kind = family(name)
     ids = data.draw(ids_of(kind))
@@ -67,7 +67,7 @@ def test_text_ends_at_the_first_stop_string(
     parts = data.draw(st.lists(spans.map(lambda span: whole[span[0] : sum(span)]), max_size=4))
     stops = [part for part in parts if part] + data.draw(st.lists(st.text("ab \ufffd", max_size=3)))
 
-    stream = TextStream(kind, stop=stops, include_stop=include)
+    stream = TextStream(kind, stop=stop_strings(stops))
     text = stream_in_pieces(stream, ids, sizes)
 
     expected = first_stop(whole, [stop for stop in stops if stop])
@@ -76,7 +76,7 @@ def test_text_ends_at_the_first_stop_string(
         assert (text, stream.matched) == (whole, None)
     else:
         start, stop = expected
-        assert (text, stream.matched) == (whole[:start] + (stop if include else ""), stop)
+        assert (text, stream.matched) == (whole[:start], stop)
 
 
 @given(
@@ -88,7 +88,7 @@ def test_text_ends_at_the_first_stop_string(
 @example(letters="abcd".replace("c", "a"), stops=["abab", "ba"], sizes=[1] * 4)
 def test_dense_overlaps(letters: str, stops: list[str], sizes: list[int]) -> None:
     """Two letters make every kind of overlap between stop strings and text."""
-    stream = TextStream(tokenizer(), stop=stops)
+    stream = TextStream(tokenizer(), stop=stop_strings(stops))
     ids = [tokenizer().encode(letter, add_special_tokens=False)[0] for letter in letters]
     expected = first_stop(letters, stops)
     assert stream_in_pieces(stream, ids, sizes) == letters[: expected[0] if expected else None]
@@ -101,7 +101,7 @@ def test_holds_back_only_what_could_become_a_stop_string(
 ) -> None:
     kind = tokenizer()
     ids = kind.encode(data.draw(st.text("hel wö", max_size=20)), add_special_tokens=False)
-    stream, plain = TextStream(kind, stop=stops), TextStream(kind)
+    stream, plain = TextStream(kind, stop=stop_strings(stops)), TextStream(kind)
     sent = certain = ""
     for token in ids:
         sent += stream.push([token])
@@ -136,7 +136,7 @@ def test_byte_fallback_shows_a_character_when_its_run_of_bytes_ends() -> None:
 
 
 def test_stop_string_over_several_tokens_and_scripts() -> None:
-    stream = TextStream(tokenizer(), stop=["終わり🙂"])
+    stream = TextStream(tokenizer(), stop=stop_strings(["終わり🙂"]))
     ids = tokenizer().encode("これで終わる。終わり🙂 more", add_special_tokens=False)
     assert "".join(stream.push([token]) for token in ids) == "これで終わる。"
     assert (stream.matched, stream.finish()) == ("終わり🙂", "")
@@ -144,22 +144,22 @@ def test_stop_string_over_several_tokens_and_scripts() -> None:
 
 def test_an_earlier_candidate_is_waited_for() -> None:
     ids = {letter: tokenizer().encode(letter, add_special_tokens=False) for letter in "abcdx"}
-    longer = TextStream(tokenizer(), stop=["abcd", "bc"])
+    longer = TextStream(tokenizer(), stop=stop_strings(["abcd", "bc"]))
     assert [longer.push(ids[letter]) for letter in "abc"] == ["", "", ""]
     assert not longer.stopped
     assert (longer.push(ids["d"]), longer.matched) == ("", "abcd")
 
-    shorter = TextStream(tokenizer(), stop=["abcd", "bc"])
+    shorter = TextStream(tokenizer(), stop=stop_strings(["abcd", "bc"]))
     assert "".join(shorter.push(ids[letter]) for letter in "abcx") == "a"
     assert shorter.matched == "bc"
 
-    ended = TextStream(tokenizer(), stop=["abcd", "bc"])
+    ended = TextStream(tokenizer(), stop=stop_strings(["abcd", "bc"]))
     ended.push(ids["a"] + ids["b"] + ids["c"])
     assert (ended.finish(), ended.matched) == ("a", "bc")
 
 
 def test_tokens_after_the_stop_are_not_taken_in() -> None:
-    stream = TextStream(tokenizer(), stop=["b"])
+    stream = TextStream(tokenizer(), stop=stop_strings(["b"]))
     ids = tokenizer().encode("abcd", add_special_tokens=False)
     assert stream.push(ids) == "a"
     assert stream.offsets == [0, 1]
@@ -169,7 +169,7 @@ def test_tokens_after_the_stop_are_not_taken_in() -> None:
 def test_special_tokens_can_be_shown_and_stopped_at() -> None:
     ids = tokenizer().encode(f"a{SPECIALS[1]}b", add_special_tokens=False)
     assert TextStream(tokenizer()).push(ids) == "ab"
-    shown = TextStream(tokenizer(), stop=[SPECIALS[1]], skip_special_tokens=False)
+    shown = TextStream(tokenizer(), stop=stop_strings([SPECIALS[1]]), skip_special_tokens=False)
     assert (shown.push(ids), shown.matched) == ("a", SPECIALS[1])
 
 
@@ -200,7 +200,7 @@ def test_offsets_point_at_the_tokens_own_text(text: str) -> None:
 def test_a_long_near_miss_costs_one_step_a_character() -> None:
     """The search goes back through its table at most as often as it went forward."""
     stop = "a" * 20_000 + "b"
-    finder = StopFinder([stop])
+    finder = StopFinder(stop_strings([stop]))
     assert finder.push("a" * 100_000) is None
     assert finder.open_chars == 20_000
     assert finder.push("b") is not None

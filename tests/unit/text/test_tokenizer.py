@@ -159,9 +159,8 @@ def test_the_bytes_of_one_token(name: str, token: str, expected: bytes) -> None:
 
 
 def test_lone_surrogates_are_refused_with_their_place() -> None:
-    with pytest.raises(BadRequest, match=r"character 2 is U\+D83D") as caught:
-        require_encodable("ab\ud83dc", param="prompt")
-    assert caught.value.param == "prompt"
+    with pytest.raises(BadRequest, match=r"character 2 is U\+D83D"):
+        require_encodable("ab\ud83dc")
     with pytest.raises(BadRequest, match="surrogate"):
         byte_level().encode("\udc00", add_special_tokens=False)
     require_encodable("a whole pair is one character: 🙂")

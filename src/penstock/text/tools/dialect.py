@@ -130,6 +130,36 @@ def section(
             yield TextDelta(opened + source.since_mark())
 
 
+def properties(
+    grammar: Grammar, schema: dict[str, Any], body_of: Callable[[str, Any], str], comma: str
+) -> str:
+    """The properties of an object, each as `body_of` its name and schema writes it: required ones
+    in their order, then the others if wanted."""
+    wanted = schema.get("properties")
+    wanted = wanted if isinstance(wanted, dict) else {}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    names = {name for name in required if isinstance(name, str)}
+    bodies = {name: body_of(name, each) for name, each in wanted.items()}
+    needed = [body for name, body in bodies.items() if name in names]
+    optional = [body for name, body in bodies.items() if name not in names]
+    if needed:
+        return f" {comma} ".join(needed) + "".join(f" ({comma} {body})?" for body in optional)
+    return _any_in_order(grammar, optional, comma)
+
+
+def _any_in_order(grammar: Grammar, bodies: list[str], comma: str) -> str:
+    """Some of these, or none. Any of them may be the first, so each is a rule, and so is what may
+    follow it: written out, the text would grow with the square of their number."""
+    starts: list[str] = []
+    rest = ""
+    for body in reversed(bodies):
+        part = grammar.part(body)
+        starts.append(f"{part} {rest}")
+        rest = grammar.part(f"({comma} {part})? {rest}")
+    return f"({' | '.join(reversed(starts))})?" if starts else ""
+
+
 def repeated(rule: str, most: int, separator: str = "") -> str:
     """The rule once, or up to `most` times with the separator between."""
     if most == 1:

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.text.grammar import literal
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, properties, repeated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,22 +88,12 @@ class _Writer:
     _rules: int = 0
 
     def object(self, schema: dict[str, Any], tool: Tool, depth: int = _DEEPEST) -> str:
-        """`{name:value,…}`, required ones in their order, then the others if wanted."""
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, dict) else {}
-        required = schema.get("required")
-        required = required if isinstance(required, list) else []
-        items = [
-            (name in required, f"{literal(name + ':')} {self._value(wanted, tool, depth - 1)}")
-            for name, wanted in properties.items()
-        ]
-        needed = [item for is_needed, item in items if is_needed]
-        optional = [item for is_needed, item in items if not is_needed]
-        comma = literal(",")
-        if needed:
-            body = f" {comma} ".join(needed) + "".join(f" ({comma} {each})?" for each in optional)
-        else:
-            body = f"({' | '.join(optional)})?" if optional else ""
+        """`{name:value,…}`."""
+
+        def body_of(name: str, wanted: Any) -> str:
+            return f"{literal(name + ':')} {self._value(wanted, tool, depth - 1)}"
+
+        body = properties(self.grammar, schema, body_of, literal(","))
         return f"{literal('{')} {body} {literal('}')}"
 
     def _value(self, wanted: Any, tool: Tool, depth: int) -> str:
@@ -123,7 +113,8 @@ class _Writer:
             case "object" if depth > 0:
                 return self.object(wanted, tool, depth)
             case "array" if depth > 0:
-                item = self._value(wanted.get("items"), tool, depth - 1)
+                # A rule, since it stands there twice: nested lists would double with each level.
+                item = self.grammar.part(self._value(wanted.get("items"), tool, depth - 1))
                 return f"({literal('[')} ({item} ({literal(',')} {item})*)? {literal(']')})"
         return self.grammar.json(wanted, lenient=not tool.strict)
 

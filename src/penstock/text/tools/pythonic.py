@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.text.grammar import literal
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, known, properties, repeated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,30 +61,11 @@ class Pythonic:
 
 
 def _arguments(grammar: Grammar, tool: Tool) -> str:
-    """Required ones in their order, then the others if wanted."""
-    properties = tool.parameters.get("properties")
-    properties = properties if isinstance(properties, dict) else {}
-    required = tool.parameters.get("required")
-    required = required if isinstance(required, list) else []
-    bodies = {
-        name: f"{literal(name + '=')} {_value(grammar, wanted, tool)}"
-        for name, wanted in properties.items()
-    }
-    needed = [body for name, body in bodies.items() if name in required]
-    optional = [body for name, body in bodies.items() if name not in required]
-    comma = literal(", ")
-    if needed:
-        return f" {comma} ".join(needed) + "".join(f" ({comma} {body})?" for body in optional)
-    # Any beginning of the list may be left out, so each may be the first.
-    rules = [
-        body + "".join(f" ({comma} {later})?" for later in optional[number + 1 :])
-        for number, body in enumerate(optional)
-    ]
-    return f"({' | '.join(rules)})?" if rules else ""
+    def body_of(name: str, wanted: Any) -> str:
+        schema = wanted if isinstance(wanted, dict) else {}
+        return f"{literal(name + '=')} {grammar.json(schema, lenient=not tool.strict)}"
 
-
-def _value(grammar: Grammar, wanted: Any, tool: Tool) -> str:
-    return grammar.json(wanted if isinstance(wanted, dict) else {}, lenient=not tool.strict)
+    return properties(grammar, tool.parameters, body_of, literal(", "))
 
 
 def _list(source: Source, tools: Sequence[Tool]) -> Parse[None]:

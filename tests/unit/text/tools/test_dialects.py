@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import TOOL_DIALECTS
+from penstock.text.grammar import Grammar, limits, problem_of
 from penstock.text.parsing import Parsing
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta, merged
 from penstock.text.tools import DIALECTS, by_name, chosen_for
-from penstock.text.tools.dialect import Tool
+from penstock.text.tools.dialect import Marks, Tool
 
 if TYPE_CHECKING:
     from penstock.text.parts import Part
@@ -313,3 +314,57 @@ def test_every_dialect_can_be_set() -> None:
 
 def test_a_template_without_marks_tells_none() -> None:
     assert chosen_for("{{ messages }}") is None
+
+
+def calls_grammar(name: str, schema: dict[str, Any]) -> str:
+    """One call of the one tool `f`, whose arguments must be of this schema."""
+    grammar, marks = Grammar(), Marks(lambda _: None)
+    tool = Tool("f", {"type": "function", "function": {"name": "f"}}, schema, strict=True)
+    rule = dialect_of(name).calls(grammar, [tool], 1, marks, "")
+    grammar.start = f"{marks(rule.trigger)} {rule.after}"
+    return grammar.text()
+
+
+def allows(grammar: str, written: str) -> bool:
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    return matcher.consume_tokens(tokenizer.tokenize_str(written)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_a_grammar_does_not_outgrow_its_schema(dialect: Dialect) -> None:
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(30):
+        nested = {"type": "array", "items": nested}
+    wide = {f"option_{number}": {"type": "integer"} for number in range(2000)}
+    for values, most in ({"a": nested}, 4_000), (wide, 400 * len(wide)):
+        grammar = calls_grammar(dialect.name, {"type": "object", "properties": values})
+        assert len(grammar) < most
+        assert problem_of(grammar) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "comma"),
+    [
+        ("pythonic", "[f({})]", ", "),
+        ("gemma", "<start_function_call>call:f{{{}}}<end_function_call>", ","),
+    ],
+)
+def test_any_of_the_optional_arguments_may_be_left_out(name: str, form: str, comma: str) -> None:
+    sign = "=" if name == "pythonic" else ":"
+    values = {letter: {"type": "integer"} for letter in "abc"}
+    grammar = calls_grammar(name, {"type": "object", "properties": values})
+    for size in range(4):
+        for letters in itertools.permutations("abc", size):
+            written = form.format(comma.join(f"{letter}{sign}1" for letter in letters))
+            assert allows(grammar, written) == (list(letters) == sorted(letters)), written
+
+
+def test_lists_in_lists_are_held_to_their_form() -> None:
+    rows = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
+    grammar = calls_grammar("gemma", {"type": "object", "properties": {"a": rows}})
+    form = "<start_function_call>call:f{{a:{}}}<end_function_call>"
+    assert all(allows(grammar, form.format(rows)) for rows in ("[]", "[[]]", "[[1,2],[],[3]]"))
+    assert not any(allows(grammar, form.format(rows)) for rows in ("[1]", "[[[]]]", "[[1],2]"))
