@@ -21,9 +21,10 @@ import msgspec
 from benchmarks.report import median, record, starter_folder
 from penstock import wire
 from penstock.catalog.card import read_card
-from penstock.server.api import anthropic, chat, ollama, responses
+from penstock.server.api import anthropic, chat, responses
 from penstock.server.api.generation import AnswerForm, Job, Piece, Usage, _Reading
 from penstock.server.api.messages import openai_tool_use
+from penstock.server.api.ollama_answer import ChatAnswer
 from penstock.server.api.responses_fields import ResponseFields
 from penstock.text.manner import Manner, Thinking
 from penstock.text.parsing import Parsing
@@ -100,7 +101,7 @@ def _renderer(job: Job, name: str) -> Renderer:
             fields = msgspec.convert({**ASKED, "store": False}, ResponseFields)
             nowhere: Any = None
             return responses._Answer(job, fields, "", nowhere)
-    return ollama._ChatAnswer(job)
+    return ChatAnswer(job.card.name)
 
 
 def _round(job: Job, name: str, tokens: list[int]) -> float:

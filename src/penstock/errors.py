@@ -153,6 +153,7 @@ class ModelTooLarge(PenstockError):  # noqa: N818
 
     status = 507
     code = "model_exceeds_memory"
+    anthropic = (507, "api_error")
 
 
 class PullFailed(PenstockError):  # noqa: N818

@@ -32,7 +32,7 @@ def lines(client: httpx.Client, route: str, **body: Any) -> list[Any]:
     with client.stream("POST", route, json={"model": MODEL, **body}) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/x-ndjson"
-        return [json.loads(line) for line in answer.iter_lines() if line]
+        return [json.loads(line) for line in answer.iter_lines()]
 
 
 def ask(client: httpx.Client, route: str, **body: Any) -> Any:

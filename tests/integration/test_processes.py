@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +160,27 @@ def test_a_killed_worker_ends_its_streams_with_the_cause(tmp_path: Path) -> None
                 async for _ in outputs:
                     pass
             assert "SIGKILL" in (await worker.ended).words
+
+    uvloop.run(scenario())
+
+
+def test_a_burial_does_not_wait_for_the_threads_of_requests(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    async def scenario() -> None:
+        async with fake_supervisor(tmp_path) as supervisor:
+            worker = await supervisor.start(spec(tmp_path / "m"))
+            await worker.ready
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            costly = loop.run_in_executor(None, over.wait)
+            os.kill(worker.pid, signal.SIGKILL)
+            try:
+                async with asyncio.timeout(10):
+                    await asyncio.shield(worker.ended)
+            finally:
+                over.set()
+                await costly
 
     uvloop.run(scenario())
 

@@ -352,7 +352,6 @@ def test_the_huggingface_cache_follows_its_own_variables(tmp_path: Path) -> None
 def test_shapes_are_made_on_demand(tmp_path: Path, shape: str) -> None:
     catalog = Catalog([tmp_path])
     card = catalog.find(f"random:{shape}")
-    assert card.is_random
     assert card.source == f"random:{shape}"
     assert card.weight_bytes == card.bytes_in_memory(card.dtype)
     assert catalog.scan() == {f"random:{shape}": card}

@@ -12,6 +12,7 @@ import pytest
 
 from penstock import cli
 from penstock.testing.fake_server import FakeServer, add_model, serving
+from penstock.testing.fake_worker import FakeModel
 from penstock.tiers import DiskTier, Payload, Quota
 
 if TYPE_CHECKING:
@@ -126,6 +127,34 @@ def test_chat_asks_once(capsys: pytest.CaptureFixture[str], server: FakeServer) 
     assert answer["content"] == "user: hi"
     assert answer["usage"]["completion_tokens"] == 8
     assert run(capsys, "chat", "--url", server.url, "--max-tokens", "8", "hi") == "user: hi\n"
+
+
+def test_chat_takes_the_servers_default_or_one_that_can_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    add_model(tmp_path, "a-broken", FakeModel(load_error_code="model_exceeds_memory"))
+    for name in ("b-absent", "c-unloaded", "d-ready"):
+        add_model(tmp_path, name)
+
+    def chosen(server: FakeServer) -> str:
+        said = as_json(capsys, "chat", "--url", server.url, "--max-tokens", "2", "hi")
+        return str(said["model"])
+
+    with serving(tmp_path) as server:
+        url = ("--url", server.url)
+        run(capsys, "load", "a-broken", *url, code=1)
+        run(capsys, "load", "c-unloaded", *url)
+        run(capsys, "unload", "c-unloaded", *url)
+        assert chosen(server) == "b-absent"
+        run(capsys, "unload", "b-absent", *url)
+        run(capsys, "load", "d-ready", *url)
+        assert chosen(server) == "d-ready"
+    (tmp_path / "penstock.toml").write_text(
+        "[models]\ndefault = 'mine'\n[models.c-unloaded]\nalias = ['mine']\n", "utf-8"
+    )
+    with serving(tmp_path) as server:
+        run(capsys, "load", "d-ready", "--url", server.url)
+        assert chosen(server) == "c-unloaded"
 
 
 def test_chat_keeps_the_conversation(

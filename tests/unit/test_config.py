@@ -78,7 +78,10 @@ def test_home_and_what_lies_in_it() -> None:
         ("[server]\nport = true", {}, "whole number"),
         ("[server]\nport = 70000", {}, "65535"),
         ("[server]\nno_auth = 'maybe'", {}, "true or false"),
-        ("[server]\nkeepalive_after_s = -1", {}, "not negative"),
+        ("[server]\nslow_client_s = -1", {}, "not negative"),
+        # A stream would say nothing but that it lives.
+        ("[server]\nkeepalive_after_s = 0", {}, "at least 0.1"),
+        ("[server]\nkeepalive_after_s = 'nan'", {}, "at least 0.1"),
         ("[server]\nmax_body = '5 parsecs'", {}, "unit"),
         ("[server]\napi_keys = [1]", {}, "list of texts"),
         ("[memory]\nlimit = '120%'", {}, "100%"),

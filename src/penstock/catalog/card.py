@@ -59,11 +59,6 @@ class Card:
         """The stored dtype, by torch's name."""
         return self.weights.dtype
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the worker makes the weights up instead of reading them."""
-        return self.source.startswith(shapes.PREFIX)
-
     def bytes_in_memory(self, dtype: str = "auto") -> int:
         """Bytes of the weights once loaded as `dtype`; "auto" keeps the stored one."""
         return self.weights.bytes_as(dtype)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _MODEL_FILES = {".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt", ".py"}
+_TEMPLATES = "additional_chat_templates"
 _CACHE_PREFIX = "models--"
+Marks = tuple[tuple[str, int, int, int], ...]
 _NOT_CONVERTED = "{path} is a GGUF file, served once `penstock pull {path}` has converted it."
 
 
@@ -118,15 +120,18 @@ def make_shape_folder(name: str, models: Path) -> Path:
     return final
 
 
-def file_marks(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of each file that a load reads: other marks, other files."""
-    marks: list[tuple[str, int, int]] = []
+def file_marks(folder: Path) -> Marks:
+    """Name, size, number and time of change of each file that a load reads: other marks, other
+    files."""
+    marks: list[tuple[str, int, int, int]] = []
     try:
-        for path in folder.iterdir():
+        for path in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")):
             if path.suffix not in _MODEL_FILES:
                 continue
             found = path.stat()
-            marks.append((path.name, found.st_size, found.st_mtime_ns))
+            # Not the time of modification, which a copy may have from what it was copied from.
+            name = str(path.relative_to(folder))
+            marks.append((name, found.st_size, found.st_ino, found.st_ctime_ns))
     except OSError:  # it is being replaced
         return ()
     return tuple(sorted(marks))

@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from penstock.cli.remote import RemoteError, connect, require_success
 from penstock.cli.terminal import print_json, print_line
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    import httpx
-
+# Which state a model should be in that nobody has named; any other is the third best.
+_PREFERENCE = {"ready": 0, "loading": 1, "failed": 3}
 _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, Ctrl-D or /exit leaves."
 
 
@@ -75,16 +77,20 @@ def _show(pieces: Iterator[str]) -> None:
 
 
 def _choose_model(client: httpx.Client) -> str:
-    """The loaded model, else the first on disk."""
-    loaded = client.get("/admin/api/models")
-    require_success(loaded)
+    """The server's default, else a loaded model, else the first on disk that has not failed."""
+    default = client.get("/admin/api/plan")
+    if default.status_code != httpx.codes.BAD_REQUEST:  # which says that it has none
+        require_success(default)
+        return str(default.json()["model"])
+    resident = client.get("/admin/api/models")
+    require_success(resident)
     known = client.get("/v1/models")
     require_success(known)
-    names = [str(model["name"]) for model in loaded.json()]
-    names += [str(model["id"]) for model in known.json()["data"] if model["kind"] == "generate"]
+    states = {model["name"]: model["state"] for model in resident.json()}
+    names = [str(model["root"]) for model in known.json()["data"] if model["kind"] == "generate"]
     if not names:
         raise RemoteError("The server has no model; `penstock pull smollm2` fetches a first one.")
-    return names[0]
+    return min(names, key=lambda name: _PREFERENCE.get(states.get(name, "absent"), 2))
 
 
 class Conversation:

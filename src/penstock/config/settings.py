@@ -112,7 +112,7 @@ class ServerSettings:
         256 << 20
     )
     keepalive_after_s: Annotated[
-        float, Knob(parse_seconds, "silence after which a stream says it lives", NOW)
+        float, Knob(parse_number(0.1, 86400), "silence after which a stream says it lives", NOW)
     ] = 10.0
     slow_client_s: Annotated[
         float, Knob(parse_seconds, "a client that takes nothing for so long is let go", NOW)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from penstock.memory.events import Events
     from penstock.memory.gauge import GpuReading, ProcessReading, RamReading
     from penstock.memory.ledger import Ledger, Snapshot
+
+log = logging.getLogger(__name__)
 
 BUSY_S = 0.25
 IDLE_S = 0.5  # others may take memory while nothing runs here
@@ -52,8 +56,9 @@ class Act:
 class Watch(Protocol):
     """What the governor looks at, and who keeps the books true to it."""
 
-    def read(self) -> Readings:
-        """All figures; blocking, called in a thread."""
+    def reader(self) -> Callable[[], Readings]:
+        """Takes all figures: blocking, called in a thread. It is made on the event loop and holds
+        copies of all tables, which others change meanwhile."""
 
     def reconcile(self, readings: Readings) -> None:
         """Let the books follow what was read."""
@@ -95,12 +100,32 @@ class Governor:
         self._acts = acts
         self._held = held
         self._calm: dict[str, int] = {}  # turns since a held domain was last short
+        # Of its own: the event loop's threads may all be taken by requests for many seconds.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="governor")
+        self._failure = ""  # of the latest turn
 
     async def run(self) -> None:
-        """Turn until cancelled."""
-        while True:
+        """Turn until cancelled; a turn that fails is not the last one."""
+        try:
+            while True:
+                interval_s = await self._try_turn()
+                await asyncio.sleep(interval_s)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _try_turn(self) -> float:
+        """One turn, whatever comes of it; seconds until the next."""
+        try:
             await self.turn()
-            await asyncio.sleep(self.interval_s())
+            interval_s = self.interval_s()
+        except Exception as error:  # the edge of a task of its own, at which nobody else looks
+            # Told once: what fails at every turn would fill the log.
+            if (failure := repr(error)) != self._failure:
+                log.exception("a turn of the governor failed; it goes on with the next one")
+            self._failure = failure
+            return IDLE_S
+        self._failure = ""
+        return interval_s
 
     def interval_s(self) -> float:
         """Until the next turn: shortly while something is wrong, seldom while nothing runs."""
@@ -110,7 +135,9 @@ class Governor:
 
     async def turn(self) -> None:
         """One reading and what follows from it."""
-        self.readings = readings = await asyncio.to_thread(self._watch.read)
+        loop = asyncio.get_running_loop()
+        readings = await loop.run_in_executor(self._thread, self._watch.reader())
+        self.readings = readings
         for domain, (external, capacity) in outside(readings).items():
             if domain in self._ledger.snapshot():
                 self._ledger.observe(domain, external, capacity)

@@ -66,7 +66,6 @@ class OutOfBudget(Overloaded):
             },
         )
         self.domain = domain
-        self.needed_bytes = needed_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,9 +124,6 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-            return
         if self._config is not self._services.config:  # read again since
             self._config = self._services.config
             self._door = _Door(self._config)
@@ -258,6 +255,8 @@ class _Door:
             raise Unauthorized("The API key is not one of this server's.")
         number = matches.index(True)
         exchange.caller = f"key {number + 1}"
+        # Of the key itself: keys come and go while the server runs, and their numbers change.
+        exchange.owner = sha256(b"responses" + self._digests[number]).hexdigest()[:32]
         if not self._share_kv:
             # Of the key itself, so that KV on disk is found again whatever the order of keys.
             exchange.salt = sha256(b"kv" + self._digests[number]).digest()

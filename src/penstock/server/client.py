@@ -75,7 +75,7 @@ class ModelClient:
     def generate(self, request: Submit) -> Generation:
         """Submit the request now, under an id of ours; iterate the result for its tokens.
 
-        Use it as an async context manager, or call `aclose()`: leaving early cancels at once.
+        Use it as an async context manager: leaving early cancels at once.
         """
         if self.lost is not None:
             raise WorkerLost(self.lost)
@@ -167,7 +167,6 @@ class Generation:
 
     def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
         self.id = request_id
-        self.started = False  # a token has arrived: from then on no retry can be hidden
         self._cancel = cancel
         self._pending: Output | None = None
         self._error: PenstockError | None = None
@@ -207,10 +206,6 @@ class Generation:
     ) -> None:
         self._close()
 
-    async def aclose(self) -> None:
-        """Stop; the worker is told now if it is still at work on this request."""
-        self._close()
-
     def push(self, output: Output) -> None:
         """What one step gave."""
         if output.failure is not None:
@@ -220,7 +215,6 @@ class Generation:
             self._error = kind(failure.message, numbers=failure.numbers, retry_after_s=again_s)
             # The error stands for the end; the tokens that came with it are still handed out.
             output = msgspec.structs.replace(output, finish=None, failure=None)
-        self.started = self.started or bool(output.tokens)
         if output.tokens or output.prompt_logprobs or output.finish is not None:
             self._pending = output if self._pending is None else _merged(self._pending, output)
         if self._pending is not None or self._error is not None:

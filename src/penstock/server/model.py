@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from penstock.errors import Overloaded, PenstockError, WorkerLost
+from penstock.errors import Overloaded, PenstockError, WorkerLost, by_code
 from penstock.memory.admission import Resident
 from penstock.memory.events import Events
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from penstock.catalog import Card
+    from penstock.catalog.scan import Marks
     from penstock.server.client import ModelClient
     from penstock.server.holding import Holding
     from penstock.server.supervisor import WorkerHandle
@@ -77,7 +78,7 @@ class Model:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ready_at: float = 0.0
     # Its files as the latest load found them; None: it has not come so far.
-    files: tuple[tuple[str, int, int], ...] | None = None
+    files: Marks | None = None
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=DEATHS_ALLOWED))
     not_before: float = 0.0  # of the next load, after deaths
     restarting: bool = False  # the next load is one
@@ -291,7 +292,8 @@ class Model:
         """The stored error, new for each who asks, with the time left."""
         error = self.error
         assert error is not None
-        return type(error)(
+        # By its code, since a special kind may be made of other things than a sentence.
+        return by_code(error.code)(
             error.message,
             param=error.param,
             retry_after_s=max(self.retry_at - time.monotonic(), 0.0),

@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.memory.admission import choose_shed, choose_victims, owner_of
@@ -21,7 +22,7 @@ from penstock.server.upkeep import Upkeep
 from penstock.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.memory.baseline import Baseline
     from penstock.memory.events import Events
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.memory.requests import RequestPool
     from penstock.server.residency import Residency
     from penstock.server.room import Tenant
-    from penstock.server.supervisor import Supervisor
+    from penstock.server.supervisor import Supervisor, WorkerHandle
 
 REST_S = 2.0  # without a request: what a model keeps for its next step is others' meanwhile
 _libc = ctypes.CDLL(None)
@@ -75,8 +76,9 @@ class _Watch:
             or any(model.client.open_requests for model in loaded)
         )
 
-    def read(self) -> Readings:
-        """All figures; in a thread. Only copies of the server's own tables are looked at."""
+    def reader(self) -> Callable[[], Readings]:
+        """Takes all figures, in a thread, by tables as they are now: models come and go on the
+        event loop meanwhile."""
         pids = {"server": os.getpid()}
         if (template := self.supervisor.template_process()) is not None:
             # In its first seconds it is ours as well, but not yet what it will come to.
@@ -84,37 +86,35 @@ class _Watch:
             pids["template" if up else "starting template"] = pid
         workers = self.residency.workers()
         pids |= {owner_of(name): worker.pid for name, worker in workers.items()}
-        self.watchdog.read(workers.values())
         known = self._gauges
         self._gauges = {
             owner: known[owner] if owner in known and known[owner].pid == pid else ProcessGauge(pid)
             for owner, pid in pids.items()
         }
-        found = {owner: gauge.read() for owner, gauge in self._gauges.items()}
+        return partial(self._read, self._gauges, tuple(workers.values()), self._held_on_gpus())
+
+    def _read(
+        self,
+        gauges: Mapping[str, ProcessGauge],
+        workers: Collection[WorkerHandle],
+        held_on_gpus: Mapping[str, int],
+    ) -> Readings:
+        self.watchdog.read(workers)
+        found = {owner: gauge.read() for owner, gauge in gauges.items()}
         processes = {owner: reading for owner, reading in found.items() if reading}
         gpus = read_gpus()
-        return Readings(read_ram(), gpus, processes, self._gpu_own(gpus))
+        own = _gpu_own(gpus, {worker.pid for worker in workers}, held_on_gpus)
+        return Readings(read_ram(), gpus, processes, own)
 
-    def _gpu_own(self, gpus: Sequence[GpuReading]) -> dict[str, int]:
-        """Ours on each GPU: what the driver says of our workers, those that load among them.
-
-        Where it does not tell, all that is booked, but of the KV only what is committed.
-        """
-        workers = {worker.pid for worker in self.residency.workers().values()}
-        own: dict[str, int] = {}
-        for gpu in gpus:
-            told = [size for pid, size in gpu.processes.items() if pid in workers]
-            if told:
-                own[f"gpu:{gpu.index}"] = sum(told)
+    def _held_on_gpus(self) -> dict[str, int]:
+        """What is booked on each GPU, but of the KV only what is committed."""
+        held: dict[str, int] = {}
         for model in self.residency.tenants().values():
             holding, status = model.holding, model.client.status
-            if holding is None or holding.domain == "ram":
-                continue
-            gpu_tells = any(f"gpu:{g.index}" == holding.domain and g.processes for g in gpus)
-            if not gpu_tells:
+            if holding is not None and holding.domain != "ram":
                 kv = holding.kv_bytes if status is None else status.kv_committed_bytes
-                own[holding.domain] = own.get(holding.domain, 0) + holding.fixed_bytes + kv
-        return own
+                held[holding.domain] = held.get(holding.domain, 0) + holding.fixed_bytes + kv
+        return held
 
     def reconcile(self, readings: Readings) -> None:
         """Let the books follow what was read; a surprise is an event."""
@@ -153,6 +153,19 @@ class _Watch:
             self.events.add("drift", owner=owner, drift_bytes=drift)
 
 
+def _gpu_own(
+    gpus: Sequence[GpuReading], workers: Collection[int], held: Mapping[str, int]
+) -> dict[str, int]:
+    """Ours on each GPU: what the driver says of our workers, those that load among them; where it
+    does not tell, what they hold by our books."""
+    own: dict[str, int] = {}
+    for gpu in gpus:
+        domain = f"gpu:{gpu.index}"
+        told = [size for pid, size in gpu.processes.items() if pid in workers]
+        own[domain] = sum(told) if gpu.processes else held.get(domain, 0)
+    return own
+
+
 def trim_heap() -> None:
     """Give back what the C library keeps: after a long text is tokenised that is most of it."""
     if hasattr(_libc, "malloc_trim"):
@@ -171,7 +184,7 @@ def shed_list(residency: Residency) -> list[Act]:
             trim_heap()
         holdings = [model.holding for model in residency.tenants().values()]
         here = [holding for holding in holdings if holding and holding.domain == domain]
-        await asyncio.gather(*(holding.trim() for holding in here))
+        await asyncio.gather(*(asyncio.shield(holding.trim()) for holding in here))
 
     async def shrink(domain: str, size: int, *, in_use: bool) -> None:
         tenants = in_domain(domain)

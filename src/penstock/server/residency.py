@@ -6,7 +6,7 @@ loop, and a decision never has an await in it, so there are no locks. What a loa
 makes room for it is `room`'s; what a loaded model holds is its `Holding`'s.
 
 A request whose worker is lost may lease the same model again: the lease then waits for the
-restart. It can be hidden from the client as long as `Generation.started` is false.
+restart. The loss is hidden from the client as long as `Sink.restart()` says it has seen nothing.
 
 A load is wanted by those who wait for it. Until it has its room, it ends with the last of them: it
 would unload others for nobody. Once its process runs it goes on: whoever left is likely to come

@@ -37,7 +37,7 @@ class StoredResponse:
 
     id: str
     previous: str | None
-    owner: str  # which API key; others do not see it
+    owner: str  # a mark of the API key; those with another do not see it
     finished: bool
     body: bytes
     input: bytes
@@ -60,6 +60,11 @@ class ResponseStore:
     async def get(self, response_id: str, owner: str) -> StoredResponse | None:
         """The response of that id; None when there is none, or it is another's."""
         return await self._run(lambda database: _get(database, response_id, owner))
+
+    async def length(self, response_id: str, owner: str, most: int = 1) -> int | None:
+        """Bytes of a response and, up to `most`, of those it continues, none of which are read;
+        None when there is none, or it is another's."""
+        return await self._run(lambda database: _length(database, response_id, owner, most))
 
     async def chain(self, response_id: str, owner: str, most: int) -> list[StoredResponse] | None:
         """A response and those it continues, the first first; None when one is missing."""
@@ -150,6 +155,21 @@ def _get(database: sqlite3.Connection, response_id: str, owner: str) -> StoredRe
         (response_id, owner),
     ).fetchone()
     return None if row is None else _row(row)
+
+
+def _length(database: sqlite3.Connection, response_id: str, owner: str, most: int) -> int | None:
+    (size,) = database.execute(
+        "WITH RECURSIVE chain (previous, size, place) AS ("
+        " SELECT previous, length(body) + length(input), 1 FROM responses"
+        " WHERE id = :id AND owner = :owner"
+        " UNION ALL"
+        " SELECT found.previous, length(found.body) + length(found.input), place + 1"
+        " FROM chain JOIN responses AS found ON found.id = chain.previous"
+        " WHERE found.owner = :owner AND place < :most)"
+        " SELECT sum(size) FROM chain",
+        {"id": response_id, "owner": owner, "most": most},
+    ).fetchone()
+    return None if size is None else int(size)
 
 
 def _chain(

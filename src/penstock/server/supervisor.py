@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -40,6 +41,7 @@ from penstock.wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Executor
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,9 @@ class Supervisor:
         self._launched: TemplateProcess | None = None  # the same, while it still starts too
         self._workers: set[WorkerHandle] = set()
         self._closed = False
+        # Of its own: a death is not to wait for requests, which may take all threads of the event
+        # loop for many seconds. It ends with this object, since the last burial may come late.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="supervision")
 
     def warm(self) -> None:
         """Start the template in the background, so that the first load need not wait for it."""
@@ -119,7 +124,7 @@ class Supervisor:
                 order = Fork(spec, self._engine_module)
                 child = await template.fork(order, (theirs.fileno(), output.write_fd))
             output.handed_over()
-            worker = WorkerHandle(spec, child, output)
+            worker = WorkerHandle(spec, child, output, self._thread)
             await worker.connect(ours)
             undo.pop_all()
         self._workers.add(worker)
@@ -150,7 +155,7 @@ class Supervisor:
     async def _start_template(self, spent: asyncio.Task[TemplateProcess] | None) -> TemplateProcess:
         if spent is not None and not spent.cancelled() and spent.exception() is None:
             await spent.result().stop()
-        await asyncio.to_thread(remove_leftovers)
+        await asyncio.get_running_loop().run_in_executor(self._thread, remove_leftovers)
         self._launched = TemplateProcess.launch(self._preload, self._logs / "template.log")
         await self._launched.wait_until_up()
         return self._launched
@@ -159,7 +164,7 @@ class Supervisor:
 class WorkerHandle:
     """One worker process, from its birth to its burial."""
 
-    def __init__(self, spec: LoadSpec, child: Child, output: OutputLog) -> None:
+    def __init__(self, spec: LoadSpec, child: Child, output: OutputLog, thread: Executor) -> None:
         loop = asyncio.get_running_loop()
         self.spec = spec
         self.pid = child.pid
@@ -171,6 +176,7 @@ class WorkerHandle:
         self._exit_code = child.exit_code
         self._exit_code.add_done_callback(self._on_exit_code)
         self._log = output
+        self._thread = thread  # for what blocks
         self.end_expected = False  # we asked for it, or it has said why it cannot serve
         self.words_heard = 0
         self.hang = ""  # why we end it, if it hangs
@@ -255,8 +261,9 @@ class WorkerHandle:
             self.kill(signal.SIGKILL)
             await asyncio.wait([self._exit_code], timeout=BURIAL_S)
         code = self._exit_code.result() if self._exit_code.done() else None
-        oom_kill = await asyncio.to_thread(_was_oom_kill, self.pid, code)
-        await asyncio.to_thread(remove_group, self.pid)  # also of one that died while loading
+        oom_kill = await asyncio.get_running_loop().run_in_executor(
+            self._thread, _close_group, self.pid, code
+        )
         self._log.close()
         cause = describe_exit(code, oom_kill) if not self.hang else f"{self.hang} and was ended"
         name = self.spec.name
@@ -320,6 +327,14 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _close_group(pid: int, code: int | None) -> bool | None:
+    """The last of a dead process's control group, also of one that died while loading: whether the
+    kernel killed it for want of memory; None where nothing tells."""
+    oom_kill = _was_oom_kill(pid, code)
+    remove_group(pid)
+    return oom_kill
 
 
 def _was_oom_kill(pid: int, code: int | None) -> bool | None:

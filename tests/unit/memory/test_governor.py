@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.memory.events import Events
 from penstock.memory.gauge import GpuReading, GroupReading, ProcessReading, RamReading
@@ -18,6 +22,11 @@ from penstock.memory.governor import (
     outside,
 )
 from penstock.memory.ledger import Ledger, Purpose, Reservation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
 
 CAPACITY = 10_000
 SPARE = 500
@@ -40,6 +49,7 @@ class Machine:
     others: int = 0
     is_busy: bool = True
     reconciled: int = 0
+    failures: list[Exception] = field(default_factory=list)  # of the turns to come
     ledger: Ledger = field(
         default_factory=lambda: Ledger({"ram": LIMIT}, {"ram": CAPACITY}, {"ram": SPARE})
     )
@@ -47,7 +57,12 @@ class Machine:
     events: Events = field(default_factory=Events)
     called: list[str] = field(default_factory=list)
 
-    def read(self) -> Readings:
+    def reader(self) -> Callable[[], Readings]:
+        return self._read
+
+    def _read(self) -> Readings:
+        if self.failures:
+            raise self.failures.pop(0)
         return readings(self.others)
 
     def reconcile(self, _: Readings) -> None:
@@ -155,6 +170,49 @@ def test_the_clock_is_slow_while_idle() -> None:
     assert governor.interval_s() == BUSY_S
     machine.is_busy = False
     assert governor.interval_s() == IDLE_S
+
+
+def test_a_turn_does_not_wait_for_the_threads_of_requests() -> None:
+    machine = Machine()
+    governor = machine.governor()
+    over = threading.Event()
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        costly = loop.run_in_executor(None, over.wait)
+        try:
+            async with asyncio.timeout(10):
+                await governor.turn()
+        finally:
+            over.set()
+            await costly
+
+    asyncio.run(body())
+    assert machine.reconciled == 1
+
+
+def test_a_turn_that_fails_is_told_once_and_is_not_the_last(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.memory.governor.IDLE_S", 0.0)
+    machine = Machine(is_busy=False)
+    machine.failures = [ValueError("no such file"), ValueError("no such file"), OSError("other")]
+    governor = machine.governor()
+
+    async def body() -> None:
+        watch = asyncio.ensure_future(governor.run())
+        async with asyncio.timeout(10):
+            while machine.reconciled < 2 and not watch.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        watch.cancel()
+        await asyncio.wait([watch])
+        assert watch.cancelled()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(body())
+    told = [record.exc_info[1] for record in caplog.records if record.exc_info is not None]
+    assert [repr(error) for error in told] == ["ValueError('no such file')", "OSError('other')"]
 
 
 def test_events_are_bounded_and_counted() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.memory.baseline import Baseline
 from penstock.memory.events import Events
-from penstock.memory.gauge import ProcessReading, RamReading
+from penstock.memory.gauge import GpuReading, ProcessReading, RamReading
 from penstock.memory.governor import Readings
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.requests import RequestPool
 from penstock.memory.slack import NOISE_BYTES
-from penstock.server.pressure import _Watch
+from penstock.server.pressure import _gpu_own, _Watch
 from penstock.server.upkeep import Upkeep
 from penstock.server.watchdog import Watchdog
 
@@ -117,10 +118,39 @@ def test_a_template_that_still_starts_is_ours_and_booked_by_its_estimate() -> No
     watch = watching(residency, server, pool, lambda _: None, Events())
     for up in (False, True):
         watch.supervisor = cast("Any", SimpleNamespace(template_process=lambda: (os.getpid(), up)))  # noqa: B023
-        found = watch.read()
+        found = watch.reader()()
         assert len(found.processes) == 2  # so that its memory is not taken for somebody else's
         watch.reconcile(found)
         assert (template.booked_bytes == 400 * MIB) is not up
+
+
+def test_models_that_come_while_figures_are_taken_do_no_harm() -> None:
+    """Tables are looked at on the event loop only: there they change."""
+    lookers: set[str] = set()
+
+    def table() -> dict[str, Any]:
+        lookers.add(threading.current_thread().name)
+        return {}
+
+    ledger = Ledger({"ram": 1 << 40})
+    residency = SimpleNamespace(template=None, tenants=table, workers=table)
+    pool = RequestPool(ledger, 50 * MIB, 100 * MIB, 1.0)
+    server = Baseline(ledger, "server", 100 * MIB)
+    watch = watching(residency, server, pool, lambda _: None, Events())
+    watch.supervisor = cast("Any", SimpleNamespace(template_process=lambda: table() or None))
+    thread = threading.Thread(target=watch.reader(), name="apart")
+    thread.start()
+    thread.join()
+    assert lookers == {threading.current_thread().name}
+
+
+def test_what_is_ours_on_a_gpu_is_the_drivers_word_or_else_our_own() -> None:
+    def gpu(index: int, processes: dict[int, int]) -> GpuReading:
+        return GpuReading(index, "gpu", f"GPU-{index}", 100, 30, processes)
+
+    gpus = [gpu(0, {7: 20, 8: 5, 9: 40}), gpu(1, {9: 40}), gpu(2, {})]
+    held = {"gpu:0": 50, "gpu:1": 50, "gpu:2": 50}
+    assert _gpu_own(gpus, {7, 8}, held) == {"gpu:0": 25, "gpu:1": 0, "gpu:2": 50}
 
 
 def test_noise_is_no_drift() -> None:

@@ -204,6 +204,11 @@ def pick(things: list[T], which: int) -> T:
     return things[which % len(things)]
 
 
+async def leave(generation: Generation) -> None:
+    async with generation:
+        pass
+
+
 class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +323,7 @@ class World(RuleBasedStateMachine):
                 finally:
                     request.worker = None
                     for generation in request.generations:
-                        await generation.aclose()  # as whoever has a lease does
+                        await leave(generation)  # as whoever has a lease does
 
         request.task = self.begin(use())
         self.requests.append(request)
@@ -390,7 +395,7 @@ class World(RuleBasedStateMachine):
             request.generations.append(generation)
             worker.step()
             if which % 2:
-                self.begin(generation.aclose())
+                self.begin(leave(generation))
         self.run()
 
     # --- processes ---

@@ -24,7 +24,10 @@ class Renderer(Protocol):
     """A protocol's way to say an answer as events."""
 
     media_type: str
-    keep_alive: bytes  # what says, while nothing else is to be said, that the answer will come
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What says, while nothing else is to be said, that the answer will come."""
 
     def opening(self, usage: Usage) -> bytes:
         """What begins the stream."""

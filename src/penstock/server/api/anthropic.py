@@ -38,8 +38,8 @@ async def messages(exchange: Exchange, services: Services) -> None:
     """The endpoint."""
     async with exchange.body() as body:
         fields = await decode_json(decoder, body)
-        work = prepare(exchange, fields.conversation(), services)
-        job = await exchange.while_connected(work)
+        asked = await exchange.apart(fields.conversation)
+        job = await exchange.while_connected(prepare(exchange, asked, services))
     generation = Generation(exchange, services, job)
     with services.metrics.observe(exchange, generation, job.card.name):
         answer = _Answer(exchange.id, job)
@@ -55,8 +55,8 @@ async def count_tokens(exchange: Exchange, services: Services) -> None:
     """How many tokens a conversation comes to; nothing is run."""
     async with exchange.body() as body:
         fields = await decode_json(_count_decoder, body)
-        work = prepare(exchange, fields.conversation(), services)
-        job = await exchange.while_connected(work)
+        asked = await exchange.apart(fields.conversation)
+        job = await exchange.while_connected(prepare(exchange, asked, services))
     await exchange.send_json({"input_tokens": sum(map(len, job.prompts))})
 
 

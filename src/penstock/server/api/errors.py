@@ -42,7 +42,6 @@ _OPENAI_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
-    409: "invalid_request_error",
     413: "invalid_request_error",
     503: "overloaded_error",
     507: "insufficient_memory_error",

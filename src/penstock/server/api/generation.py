@@ -22,7 +22,7 @@ from penstock.server.api.fields import seed_of
 from penstock.server.api.front_door import FrontDoor
 from penstock.text.parsing import Parsing, plain
 from penstock.text.parts import CallBegin, Part, merged
-from penstock.text.stream import TextStream
+from penstock.text.stream import TextStream, stop_strings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -164,6 +164,8 @@ class Generation:
         self._logprob_bytes = 0  # booked
         self._reused: dict[int, int] = {}  # tokens of each prompt that were not computed for it
         self._deadline = origin.started + services.config.server.queue_deadline_s
+        # Once for all answers: there may be a thousand of them, and long strings take a while.
+        self._stops = stop_strings(job.fields.stops())
 
     async def run(self, sink: Sink) -> None:
         """Put every piece into `sink`. A worker lost before the client saw anything is retried;
@@ -277,7 +279,7 @@ class Generation:
         job, fields = self._job, self._job.fields
         stream = TextStream(
             job.tokenizer,
-            stop=fields.stops(),
+            stop=self._stops,
             skip_special_tokens=fields.skip_special_tokens is not False,
             visible=job.form.visible,
         )

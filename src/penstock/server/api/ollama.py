@@ -1,14 +1,12 @@
 """Ollama's `/api/chat`, `/api/generate`, `/api/tags` and `/api/show`, for clients that speak only
-that: one JSON document per line, durations in nanoseconds, streaming unless told otherwise.
+that. It streams unless told otherwise, and a request that says nothing only has the model loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,21 +15,19 @@ from penstock import __version__
 from penstock.errors import BadRequest
 from penstock.server.api.answers import collect, send_stream
 from penstock.server.api.conversation import Conversation, prepare
-from penstock.server.api.errors import OLLAMA
 from penstock.server.api.exchange import decode_json
 from penstock.server.api.fields import GenerationFields
 from penstock.server.api.formats import schema_format
-from penstock.server.api.generation import Finish, Generation, Job, Piece
+from penstock.server.api.generation import Generation
 from penstock.server.api.messages import OpenAITools, openai_tool_use
+from penstock.server.api.ollama_answer import ChatAnswer, GenerateAnswer, OllamaAnswer
 from penstock.text.grammar import Format
 from penstock.text.manner import Thinking
-from penstock.text.parts import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
 
 if TYPE_CHECKING:
     from penstock.catalog import Card
-    from penstock.errors import PenstockError
     from penstock.server.api.exchange import Exchange
-    from penstock.server.api.generation import Usage
+    from penstock.server.api.generation import Job
     from penstock.server.api.services import Services
 
 
@@ -84,6 +80,20 @@ class _Common(msgspec.Struct, kw_only=True):
     think: bool | str | None = None
     keep_alive: str | float | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to answer: the model is only to be loaded, or unloaded."""
+        raise NotImplementedError
+
+    def conversation(self) -> Conversation:
+        """The same in the words of every protocol."""
+        raise NotImplementedError
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to be kept for no time at all: 0, or a text such as `0s`."""
+        return {digit for digit in str(self.keep_alive) if digit.isdigit()} == {"0"}
+
     def settings(self) -> GenerationFields:
         """How to choose tokens."""
         options = self.options or Options()
@@ -127,8 +137,13 @@ class OllamaChatFields(_Common, kw_only=True):
     messages: list[OllamaMessage] = []
     tools: OpenAITools = msgspec.field(default_factory=msgspec.Raw)
 
+    @property
+    def is_empty(self) -> bool:
+        """Without messages."""
+        return not self.messages
+
     def conversation(self) -> Conversation:
-        """The same in the words of every protocol."""
+        """Message by message."""
         return Conversation(
             fields=self.settings(),
             messages=[_template_message(m, index) for index, m in enumerate(self.messages)],
@@ -142,11 +157,16 @@ class OllamaChatFields(_Common, kw_only=True):
 class OllamaGenerateFields(_Common, kw_only=True):
     """The body of `/api/generate`."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
     images: list[str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Without a question."""
+        return not self.prompt
 
     def conversation(self) -> Conversation:
         """One question, with the system's word before it."""
@@ -166,40 +186,56 @@ class OllamaGenerateFields(_Common, kw_only=True):
         )
 
 
+_Fields = TypeVar("_Fields", bound=_Common)
 _chat_decoder = msgspec.json.Decoder(OllamaChatFields)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateFields)
 
 
 async def chat(exchange: Exchange, services: Services) -> None:
     """`/api/chat`."""
-    async with exchange.body() as body:
-        fields = await decode_json(_chat_decoder, body)
-        work = prepare(exchange, fields.conversation(), services)
-        job = await exchange.while_connected(work)
-    await _answer(exchange, services, job, _ChatAnswer(job), streams=fields.stream is not False)
+    await _respond(exchange, services, _chat_decoder, ChatAnswer)
 
 
 async def generate(exchange: Exchange, services: Services) -> None:
     """`/api/generate`."""
-    async with exchange.body() as body:
-        fields = await decode_json(_generate_decoder, body)
-        work = prepare(exchange, fields.conversation(), services)
-        job = await exchange.while_connected(work)
-    answer = _GenerateAnswer(job)
-    await _answer(exchange, services, job, answer, streams=fields.stream is not False)
+    await _respond(exchange, services, _generate_decoder, GenerateAnswer)
 
 
-async def _answer(
-    exchange: Exchange, services: Services, job: Job, answer: _Answer, *, streams: bool
+async def _respond(
+    exchange: Exchange,
+    services: Services,
+    decoder: msgspec.json.Decoder[_Fields],
+    form: type[OllamaAnswer],
 ) -> None:
+    job: Job | None = None
+    async with exchange.body() as body:
+        fields = await decode_json(decoder, body)
+        if not fields.is_empty:
+            asked = await exchange.apart(fields.conversation)
+            job = await exchange.while_connected(prepare(exchange, asked, services))
+    if job is None:
+        await _load_or_unload(exchange, services, fields, form)
+        return
+    answer = form(job.card.name)
     generation = Generation(exchange, services, job)
     with services.metrics.observe(exchange, generation, job.card.name):
-        if streams:
+        if fields.stream is not False:
             keepalive_after_s = services.config.server.keepalive_after_s
             await send_stream(exchange, generation, answer, keepalive_after_s)
         else:
             [pieces] = await collect(exchange, generation, 1)
             await exchange.send_json(answer.whole(pieces, generation.usage))
+
+
+async def _load_or_unload(
+    exchange: Exchange, services: Services, fields: _Common, form: type[OllamaAnswer]
+) -> None:
+    card = await services.generator(fields.model)
+    if fields.unloads:
+        await exchange.while_connected(services.residency.unload(card.name))
+    else:
+        await exchange.while_connected(services.residency.load(card.name))
+    await exchange.send_json(form(card.name).nothing("unload" if fields.unloads else "load"))
 
 
 async def tags(exchange: Exchange, services: Services) -> None:
@@ -306,113 +342,3 @@ def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return result
-
-
-class _Answer:
-    """Lines of JSON; the last one says why it ended and what it took."""
-
-    media_type = "application/x-ndjson"
-    keep_alive = b"\n"
-
-    def __init__(self, job: Job) -> None:
-        self._model = job.card.name
-        self._started = time.monotonic_ns()
-        self._first: int | None = None
-        self._finish: Finish | None = None
-        self._call: CallBegin | None = None
-        self._arguments: list[str] = []
-
-    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, object]:
-        """The answer of a request that does not stream."""
-        text, thought = "", ""
-        calls: list[dict[str, Any]] = []
-        for piece in pieces:
-            more_text, more_thought, more_calls = self._read(piece)
-            text, thought, calls = text + more_text, thought + more_thought, calls + more_calls
-        return {**self._line(text, thought, calls), **self._end(usage)}
-
-    def opening(self, usage: Usage) -> bytes:
-        """Nothing: the first piece opens the stream."""
-        return b""
-
-    def events(self, piece: Piece) -> bytes:
-        """A line per piece that says something; a call is told whole."""
-        text, thought, calls = self._read(piece)
-        if not text and not thought and not calls:
-            return b""
-        return msgspec.json.encode({**self._line(text, thought, calls), "done": False}) + b"\n"
-
-    async def closing(self, usage: Usage) -> bytes:
-        """The figures."""
-        return msgspec.json.encode({**self._line("", "", []), **self._end(usage)}) + b"\n"
-
-    def failing(self, error: PenstockError) -> bytes:
-        """One last line."""
-        return OLLAMA.event(error, "")
-
-    def _read(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]]]:
-        self._first = self._first or time.monotonic_ns()
-        self._finish = piece.finish
-        text, thought = "", ""
-        calls: list[dict[str, Any]] = []
-        for part in piece.parts:
-            match part:
-                case TextDelta(more):
-                    text += more
-                case ReasoningDelta(more):
-                    thought += more
-                case CallBegin():
-                    self._call, self._arguments = part, []
-                case CallArguments(more):
-                    self._arguments.append(more)
-                case CallEnd():
-                    calls.append(self._whole_call())
-        return text, thought, calls
-
-    def _whole_call(self) -> dict[str, Any]:
-        assert self._call is not None
-        written = "".join(self._arguments)
-        try:
-            arguments = msgspec.json.decode(written, type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError):
-            arguments = {"unparsed_arguments": written}
-        call_id = self._call.id or f"call_{secrets.token_hex(12)}"
-        return {"id": call_id, "function": {"name": self._call.name, "arguments": arguments}}
-
-    def _head(self) -> dict[str, object]:
-        return {"model": self._model, "created_at": datetime.now(UTC).isoformat()}
-
-    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
-        raise NotImplementedError
-
-    def _end(self, usage: Usage) -> dict[str, object]:
-        now = time.monotonic_ns()
-        first = self._first or now
-        return {
-            "done": True,
-            "done_reason": "length" if self._finish is Finish.LENGTH else "stop",
-            "total_duration": now - self._started,
-            "load_duration": 0,
-            "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": first - self._started,
-            "eval_count": usage.completion_tokens,
-            "eval_duration": now - first,
-        }
-
-
-class _ChatAnswer(_Answer):
-    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": text}
-        if thought:
-            message["thinking"] = thought
-        if calls:
-            message["tool_calls"] = calls
-        return {**self._head(), "message": message}
-
-
-class _GenerateAnswer(_Answer):
-    def _line(self, text: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, object]:
-        line = {**self._head(), "response": text}
-        if thought:
-            line["thinking"] = thought
-        return line

@@ -32,6 +32,7 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind)
+_MOST_DIGITS = 20
 
 
 async def plan_request(exchange: Exchange, services: Services) -> None:
@@ -130,6 +131,8 @@ def _number(query: dict[str, str], name: str) -> int | None:
     text = query.get(name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+    # Python refuses to make a number of thousands of digits, so their count comes first.
+    sane = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+    if not (sane and 0 < int(text) < 2**31):
         raise BadRequest(f"`{name}` is {text[:40]!r}; it is a number of at least 1.", param=name)
     return int(text)

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import BadRequest, InternalError, Overloaded, PenstockError, UnknownResponse
-from penstock.memory.requests import BODY_FACTOR
+from penstock.errors import BadRequest, InternalError, Overloaded, PenstockError
 from penstock.server.api.answers import EVENT_STREAM, KEEP_ALIVE, Collected, collect, send_stream
 from penstock.server.api.conversation import prepare
 from penstock.server.api.errors import event
 from penstock.server.api.exchange import decode_json
 from penstock.server.api.generation import Finish, Generation, Job, Piece
-from penstock.server.api.responses_fields import Item, ResponseFields, function_tools, namespaces
+from penstock.server.api.responses_fields import ResponseFields, function_tools, namespaces
 from penstock.server.api.responses_items import OutputItems
+from penstock.server.api.stored import (
+    check_stored,
+    earlier_items,
+    is_background,
+    send_input,
+    send_stored,
+)
 from penstock.server.response_store import StoredResponse
 
 if TYPE_CHECKING:
@@ -32,9 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 decoder = msgspec.json.Decoder(ResponseFields)
-_items_decoder = msgspec.json.Decoder(list[Item])
 _MOST_BACKGROUND = 64
-_LONGEST_CHAIN = 1000
 
 
 async def create(exchange: Exchange, services: Services) -> None:
@@ -45,7 +49,7 @@ async def create(exchange: Exchange, services: Services) -> None:
         work = _prepare(exchange, fields, services)
         job = await exchange.while_connected(work)
     generation = Generation(exchange, services, job)
-    answer = _Answer(job, fields, exchange.caller, services.responses.store)
+    answer = _Answer(job, fields, exchange.owner, services.responses.store)
     if fields.background:
         await services.responses.start(exchange, services, answer)
         await exchange.send_json(answer.body)
@@ -63,81 +67,36 @@ async def create(exchange: Exchange, services: Services) -> None:
 
 
 async def _prepare(exchange: Exchange, fields: ResponseFields, services: Services) -> Job:
-    earlier: list[Item] = []
-    if fields.previous_response_id is not None:
-        earlier = await _earlier(exchange, fields.previous_response_id, services)
-    return await prepare(exchange, fields.conversation_after(earlier), services)
-
-
-async def _earlier(exchange: Exchange, previous: str, services: Services) -> list[Item]:
-    """All items of the conversation that a response ended."""
-    store = services.responses.store
-    chain = await store.chain(previous, exchange.caller, _LONGEST_CHAIN)
-    if chain is None:
-        raise BadRequest(
-            f"`previous_response_id` {previous[:80]!r} is not stored here, or one that it "
-            "continues is not any more (server.stored_responses).",
-            param="previous_response_id",
-        )
-    size = sum(len(stored.body) + len(stored.input) for stored in chain) * BODY_FACTOR
-    await exchange.share.grow(size)
-    items: list[Item] = []
-    for stored in chain:
-        items += _items_decoder.decode(stored.input)
-        body = msgspec.json.decode(stored.body, type=_StoredBody)
-        if body.status in ("queued", "in_progress"):
-            raise BadRequest(
-                f"The response {stored.id!r} is not finished yet.", param="previous_response_id"
-            )
-        items += body.output
-    return items
-
-
-class _StoredBody(msgspec.Struct):
-    status: str
-    output: list[Item]
-
-
-async def _stored(exchange: Exchange, services: Services) -> StoredResponse:
-    response_id = exchange.path_params["id"]
-    stored = await services.responses.store.get(response_id, exchange.caller)
-    if stored is None:
-        raise UnknownResponse(f"There is no response {response_id[:80]!r}.")
-    return stored
+    previous = fields.previous_response_id
+    if previous is None:
+        return await prepare(exchange, fields.conversation_after([]), services)
+    async with earlier_items(exchange, previous, services.responses.store) as earlier:
+        return await prepare(exchange, fields.conversation_after(earlier), services)
 
 
 async def retrieve(exchange: Exchange, services: Services) -> None:
     """A stored response as it is now."""
-    stored = await _stored(exchange, services)
-    await exchange.send_bytes(stored.body, "application/json")
+    await send_stored(exchange, services.responses.store)
 
 
 async def input_items(exchange: Exchange, services: Services) -> None:
     """What a stored response was asked."""
-    stored = await _stored(exchange, services)
-    items = [
-        {"id": item.get("id") or f"{stored.id}_in_{number}", "type": "message", **item}
-        for number, item in enumerate(msgspec.json.decode(stored.input))
-    ]
-    ids = [item["id"] for item in items] or [None]
-    page = {"object": "list", "data": items[::-1], "has_more": False}
-    await exchange.send_json({**page, "first_id": ids[-1], "last_id": ids[0]})
+    await send_input(exchange, services.responses.store)
 
 
 async def delete(exchange: Exchange, services: Services) -> None:
     """Forget a response; one that is still being made is stopped."""
-    stored = await _stored(exchange, services)
-    await services.responses.stop(stored.id)
-    await services.responses.store.delete(stored.id, exchange.caller)
-    await exchange.send_json({"id": stored.id, "object": "response", "deleted": True})
+    response_id = await check_stored(exchange, services.responses.store)
+    await services.responses.stop(response_id)
+    await services.responses.store.delete(response_id, exchange.owner)
+    await exchange.send_json({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel(exchange: Exchange, services: Services) -> None:
     """Stop a response that is being made in the background."""
-    stored = await _stored(exchange, services)
-    if not msgspec.json.decode(stored.body)["background"]:
+    if not await is_background(exchange, services.responses.store):
         raise BadRequest("Only a response in the background can be cancelled.")
-    await services.responses.stop(stored.id)
+    await services.responses.stop(exchange.path_params["id"])
     await retrieve(exchange, services)
 
 
@@ -158,6 +117,7 @@ class Responses:
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._starting = 0  # being stored for the first time
 
     async def recover(self) -> None:
         """What an earlier server did not finish has failed, and says so."""
@@ -174,16 +134,23 @@ class Responses:
 
     async def start(self, exchange: Exchange, services: Services, answer: _Answer) -> None:
         """Make it without the client; what it holds of the server's memory stays booked."""
-        if len(self._running) >= _MOST_BACKGROUND:
+        if len(self._running) + self._starting >= _MOST_BACKGROUND:
             raise Overloaded(
                 f"{_MOST_BACKGROUND} responses are being made in the background already.",
                 retry_after_s=10,
             )
         share = services.requests.share()
-        share.grow_now(exchange.share.size)
         origin = _Detached(exchange.caller, exchange.salt, share)
-        answer.body["status"] = "queued"
-        await answer.save(finished=False)
+        self._starting += 1
+        try:
+            share.grow_now(exchange.share.size)
+            answer.body["status"] = "queued"
+            await answer.save(finished=False)
+        except BaseException:  # the disk is full, or the client has left
+            share.release()
+            raise
+        finally:
+            self._starting -= 1
         task = asyncio.ensure_future(_make(origin, services, answer))
         self._running[answer.id] = task
         task.add_done_callback(lambda _: self._running.pop(answer.id, None))

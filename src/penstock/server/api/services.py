@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.catalog.scan import file_marks
 from penstock.errors import BadRequest, UnknownModel
 from penstock.server.queue import Capacity, Lane
 from penstock.text.manner import Manner
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.catalog import Card, Catalog
+    from penstock.catalog.scan import Marks
     from penstock.config import Config, ModelSettings
     from penstock.memory.baseline import Baseline
     from penstock.memory.governor import Governor
@@ -44,23 +46,25 @@ class Text:
 
 
 class Texts:
-    """Tokenizers and templates, read once per model folder, in a thread.
+    """Tokenizers and templates, read in a thread, once for each model until its files change.
 
-    What a read takes is booked first, as a request's bytes are; then it is the server's own.
+    What a read takes is booked first, as a request's bytes are; then it is the server's own, and
+    what was let go of leaves the books when the server is read next.
     """
 
     def __init__(self, requests: RequestPool, server: Baseline) -> None:
         self._requests = requests
         self._server = server
-        self._loads: dict[object, asyncio.Future[Text]] = {}
+        self._loads: dict[object, tuple[object, asyncio.Future[Text]]] = {}
 
-    async def of(self, card: Card, dialect: str | None = None) -> Text:
-        """The text side of a model; all who ask meanwhile wait for the same read."""
-        key = card.path, dialect
-        load = self._loads.pop(key, None)
-        if load is None or (load.done() and (load.cancelled() or load.exception())):
+    async def of(self, card: Card, files: Marks, dialect: str | None = None) -> Text:
+        """The text side of a model with these files; all who ask meanwhile wait for the same read.
+        What was read of other files of the same model is forgotten."""
+        key, version = (card.name, dialect), (card.path, files)
+        known, load = self._loads.pop(key, (None, None))
+        if load is None or known != version or _failed(load):
             load = asyncio.ensure_future(self._load(card, dialect))
-        self._loads[key] = load  # the latest used is last
+        self._loads[key] = version, load  # the latest used is last
         while len(self._loads) > _KEPT_TEXTS:
             self._loads.pop(next(iter(self._loads)))
         return await asyncio.shield(load)
@@ -74,6 +78,10 @@ class Texts:
         return text
 
 
+def _failed(load: asyncio.Future[Text]) -> bool:
+    return load.done() and (load.cancelled() or load.exception() is not None)
+
+
 def _file_bytes(card: Card) -> int:
     return sum(file.stat().st_size for file in card.path.glob("*.json"))
 
@@ -81,6 +89,15 @@ def _file_bytes(card: Card) -> int:
 def _read(card: Card, dialect: str | None) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
     return Text(tokenizer, ChatTemplate.from_tokenizer(tokenizer), Manner.of(tokenizer, dialect))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model that was looked for."""
+
+    at: float  # on the monotonic clock
+    card: Card
+    files: Marks
 
 
 @dataclass(slots=True)
@@ -99,7 +116,7 @@ class Services:
     texts: Texts
     lanes: dict[str, Lane] = field(default_factory=dict)  # by model
     rereading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while settings are read
-    _found: dict[str, tuple[float, Card]] = field(default_factory=dict)
+    _found: dict[str, _Found] = field(default_factory=dict)
 
     async def generator(self, name: str | None) -> Card:
         """The card of the model that a request names, or of the default one."""
@@ -122,16 +139,19 @@ class Services:
         through here. Looking reads files, so it is done in a thread and kept a while."""
         name = self.config.models.canonical(name)
         now = time.monotonic()
-        found_at, card = self._found.get(name, (0.0, None))
-        if card is not None and now - found_at < _CARD_S:
-            return card
-        try:
-            card = await asyncio.to_thread(self.catalog.find, name)
-        except UnknownModel as error:
-            error.param = "model"
-            raise
-        self._found[name] = (now, card)
-        return card
+        found = self._found.get(name)
+        if found is None or now - found.at >= _CARD_S:
+            try:
+                card, files = await asyncio.to_thread(self._look, name)
+            except UnknownModel as error:
+                error.param = "model"
+                raise
+            found = self._found[name] = _Found(now, card, files)
+        return found.card
+
+    def _look(self, name: str) -> tuple[Card, Marks]:
+        card = self.catalog.find(name)
+        return card, file_marks(card.path)
 
     def reachable(self, cards: Mapping[str, Card]) -> list[Card]:
         """Those of the models on disk whose name is no alias of another."""
@@ -143,9 +163,14 @@ class Services:
         return self.config.models.settings(card.name)
 
     async def text(self, card: Card) -> Text:
-        """Its tokenizer and template, and how it converses as the settings have it."""
+        """Its tokenizer and template, and how it converses as the settings have it. While it is
+        loaded they are those of its load: its weights go with no others."""
         dialect = self.settings(card).tool_dialect
-        return await self.texts.of(card, None if dialect == "auto" else dialect)
+        files = self._found[card.name].files
+        model = self.residency.tenants().get(card.name)
+        if model is not None and model.card is not None and model.files is not None:
+            card, files = model.card, model.files
+        return await self.texts.of(card, files, None if dialect == "auto" else dialect)
 
     def context_now(self, name: str) -> int | None:
         """The longest sequence that the loaded model can hold; None while it is not loaded."""

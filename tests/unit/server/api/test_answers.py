@@ -12,6 +12,7 @@ import pytest
 
 from penstock.testing.fake_server import add_model, serving
 from penstock.testing.fake_worker import FakeModel, lives
+from penstock.text.stream import StopString
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,6 +190,22 @@ def test_a_stop_token_ends_the_answer_and_is_left_out(client: httpx.Client) -> N
     assert choice["finish_reason"] == "stop"
     assert choice["logprobs"]["tokens"] == ["a", "b"]
     assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_all_answers_to_a_request_share_one_table_of_a_stop_string(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = StopString.of
+
+    def noted(text: str) -> StopString:
+        made.append(text)
+        return make(text)
+
+    monkeypatch.setattr(StopString, "of", noted)
+    answer = complete(client, prompt=["a wor", "b wor"], n=2, stop=["wor", "word"], max_tokens=50)
+    assert [choice["text"] for choice in answer["choices"]] == ["a ", "a ", "b ", "b "]
+    assert made == ["wor", "word"]
 
 
 def test_echo_with_logprobs(client: httpx.Client) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -41,6 +43,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     add_model(home, "thinker", FakeModel(answer=f"hm\n</think>\n\nWell.{CALL}"), THINKER)
     add_model(home, "dies-late", FakeModel(die_at_token=3))
     add_model(home, "slow-load", FakeModel(load_s=0.5))
+    add_model(home, "too-large", FakeModel(load_error_code="model_exceeds_memory"))
     with (
         serving(home, models_default="echo", server_keepalive_after_s=0.15) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
@@ -284,6 +287,10 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: httpx.Client) -> N
     assert events[-1]["error"]["type"] == "overloaded_error"
 
 
+def test_a_model_that_can_never_be_loaded_is_no_fault_of_ours(client: httpx.Client) -> None:
+    assert ask(client, 507, model="too-large")["error"]["type"] == "api_error"
+
+
 def test_a_silent_stream_pings(client: httpx.Client) -> None:
     events = stream(client, model="slow-load", max_tokens=1)
     kinds = [event["type"] for event in events]
@@ -294,7 +301,12 @@ def test_a_silent_stream_pings(client: httpx.Client) -> None:
 def test_overload_is_529_and_keys_come_in_both_headers(tmp_path: Path) -> None:
     add_model(tmp_path, "fake")
     with (
-        serving(tmp_path, server_max_bodies=1_000_000, server_api_keys=["k"]) as server,
+        serving(
+            tmp_path,
+            server_max_bodies=1_000_000,
+            server_api_keys=["k"],
+            server_queue_deadline_s=0.5,
+        ) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         body = {"model": "fake", "max_tokens": 1, "messages": HI}
@@ -303,8 +315,14 @@ def test_overload_is_529_and_keys_come_in_both_headers(tmp_path: Path) -> None:
         refused = client.post("/v1/messages", json=body, headers={"x-api-key": "no"})
         assert refused.status_code == 401
         assert refused.json()["error"]["type"] == "authentication_error"
-        large = {**body, "system": "x" * 1_000_000}
-        full = client.post("/v1/messages", json=large, headers={"x-api-key": "k"})
+        address = (client.base_url.host, client.base_url.port)
+        with socket.create_connection(address) as slow:  # all that bodies may have is its own
+            slow.sendall(
+                b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\nx-api-key: k\r\n"
+                b"content-length: 1000000\r\n\r\n"
+            )
+            time.sleep(0.2)
+            full = client.post("/v1/messages", json=body, headers={"x-api-key": "k"})
         assert full.status_code == 529
         assert full.json()["error"]["type"] == "overloaded_error"
         assert int(full.headers["retry-after"]) >= 1

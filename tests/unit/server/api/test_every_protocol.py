@@ -5,12 +5,15 @@ byte, in the protocol's own shape, and a stream that fails later ends with its p
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from penstock.server.api.anthropic_fields import CountFields, MessagesFields
+from penstock.server.api.ollama import OllamaChatFields, OllamaGenerateFields
 from penstock.testing.fake_server import add_model, serving
 from penstock.testing.fake_worker import FakeModel
 
@@ -107,3 +110,29 @@ def test_a_failure_after_the_first_byte_ends_the_stream(client: httpx.Client, ro
     expected = LOST.get(route.failure.__name__, "worker_restarted")
     said = route.failure(events[-1])
     assert said == expected or (route.failure is _ollama and "dies-late" in said)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/messages", MessagesFields),
+        ("/v1/messages/count_tokens", CountFields),
+        ("/api/chat", OllamaChatFields),
+        ("/api/generate", OllamaGenerateFields),
+    ],
+)
+def test_a_large_body_is_converted_beside_the_event_loop(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, kind: Any
+) -> None:
+    convert, threads = kind.conversation, []
+
+    def noted(fields: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return convert(fields)
+
+    monkeypatch.setattr(kind, "conversation", noted)
+    for size in (1, 100_000):
+        body = {"model": "small", "max_tokens": 5, "prompt": "x" * size, **_messages("x" * size)}
+        client.post(path, json=body)
+    # The server of these tests is a thread, whose name this is.
+    assert [thread == "fake server" for thread in threads] == [True, False]

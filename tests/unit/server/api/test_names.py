@@ -40,6 +40,17 @@ def ask(client: httpx.Client, path: str, **body: object) -> Any:
     return client.post(path, json=body).raise_for_status().json()
 
 
+@pytest.mark.parametrize("number", ["x", "0", "-1", "", "²", "9" * 5000])
+@pytest.mark.parametrize("field", ["context", "concurrency"])
+def test_a_plan_for_no_number(client: httpx.Client, field: str, number: str) -> None:
+    answer = client.get(f"/admin/api/plan?{field}={number}&model=quick")
+    if number:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    else:  # nothing was said
+        assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("name", ["org/fake", "gpt-4", "quick", None])
 def test_every_route_knows_every_name(client: httpx.Client, name: str | None) -> None:
     named = {} if name is None else {"model": name}

@@ -13,7 +13,7 @@ from penstock.testing.fake_server import add_model, serving
 from penstock.testing.fake_worker import FakeModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 HI = [{"role": "user", "content": "hi"}]
@@ -27,7 +27,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     add_model(home, "echo")
     add_model(home, "caller", FakeModel(answer=CALL))
     add_model(home, "dies-late", FakeModel(die_at_token=3))
-    with serving(home) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    add_model(home, "slow-load", FakeModel(load_s=0.5))
+    with (
+        serving(home, server_keepalive_after_s=0.15) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
         yield client
 
 
@@ -35,7 +39,13 @@ def lines(client: httpx.Client, route: str, **body: Any) -> list[Any]:
     with client.stream("POST", route, json=body) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/x-ndjson"
-        return [json.loads(line) for line in answer.iter_lines() if line]
+        # As their own clients do: a line that is no JSON, be it empty, is an error.
+        return [json.loads(line) for line in answer.iter_lines()]
+
+
+def state(client: httpx.Client, model: str) -> str:
+    rows = client.get("/admin/api/models").json()
+    return next((str(row["state"]) for row in rows if row["name"] == model), "absent")
 
 
 def test_a_chat_streams_unless_told_otherwise(client: httpx.Client) -> None:
@@ -63,9 +73,57 @@ def test_calls_are_told_whole(client: httpx.Client) -> None:
     assert call["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
 
 
+@pytest.mark.parametrize(
+    ("route", "question", "text_of"),
+    [
+        ("/api/chat", {"messages": HI}, lambda line: line["message"]["content"]),
+        ("/api/generate", {"prompt": "hi"}, lambda line: line["response"]),
+    ],
+)
+def test_what_keeps_a_stream_alive_is_a_line_like_others(
+    client: httpx.Client, route: str, question: Any, text_of: Callable[[Any], str]
+) -> None:
+    client.post("/admin/api/models/slow-load/unload").raise_for_status()
+    streamed = lines(client, route, model="slow-load", options={"num_predict": 5}, **question)
+    assert [text_of(line) for line in streamed[:2]] == ["", ""]
+    assert "".join(map(text_of, streamed)) == "user:"
+    assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
+    assert all(line["created_at"] and line["model"] == "slow-load" for line in streamed)
+
+
+@pytest.mark.parametrize(
+    ("route", "nothing", "says"),
+    [
+        ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("/api/chat", {}, {"message": {"role": "assistant", "content": ""}}),
+        ("/api/generate", {"prompt": ""}, {"response": ""}),
+        ("/api/generate", {"system": "s"}, {"response": ""}),
+    ],
+)
+def test_to_ask_nothing_is_to_load_or_unload(
+    client: httpx.Client, route: str, nothing: Any, says: Any
+) -> None:
+    def sent(**fields: object) -> Any:
+        answer = client.post(route, json={"model": "echo", **nothing, **fields})
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        assert said.pop("created_at")
+        return said
+
+    client.post("/admin/api/models/echo/unload").raise_for_status()
+    loaded = {"model": "echo", "done": True, "done_reason": "load", **says}
+    assert sent() == sent(stream=False, keep_alive="10m") == sent(keep_alive=-1) == loaded
+    assert state(client, "echo") == "ready"
+    for no_time in (0, "0s"):
+        assert sent(keep_alive=no_time) == {**loaded, "done_reason": "unload"}
+        assert state(client, "echo") == "absent"
+    missing = client.post(route, json={"model": "nobody", **nothing})
+    assert missing.status_code == 404
+
+
 def test_models(client: httpx.Client) -> None:
     names = [model["name"] for model in client.get("/api/tags").json()["models"]]
-    assert names == ["caller", "dies-late", "echo"]
+    assert names == ["caller", "dies-late", "echo", "slow-load"]
     shown = client.post("/api/show", json={"model": "echo"}).json()
     assert shown["details"]["family"] == "llama"
     assert "tools" in shown["capabilities"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -225,6 +227,31 @@ def test_responses_belong_to_the_key_that_made_them(tmp_path: Path) -> None:
         assert client.get(address, headers=other).status_code == 404
         assert client.delete(address, headers=other).status_code == 404
         assert client.get(address, headers=mine).status_code == 200
+
+
+def test_they_stay_with_the_key_when_its_number_changes(tmp_path: Path) -> None:
+    add_model(tmp_path, "fake")
+    body = {"input": "hi", "max_output_tokens": 1}
+    made: dict[str, str] = {}
+    with (
+        serving(tmp_path, server_api_keys=["a", "b"], models_default="fake") as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        for key in ("a", "b"):
+            answer = client.post("/v1/responses", json=body, headers={"x-api-key": key})
+            made[key] = answer.json()["id"]
+    with (
+        serving(tmp_path, server_api_keys=["b"]) as server,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "b"}) as client,
+    ):
+        assert client.get(f"/v1/responses/{made['a']}").status_code == 404
+        assert client.get(f"/v1/responses/{made['b']}").status_code == 200
+    kept = sqlite3.connect(tmp_path / "responses.db")
+    owners = [owner for (owner,) in kept.execute("SELECT owner FROM responses")]
+    kept.close()
+    # A mark from which nobody has the key.
+    assert len(set(owners)) == 2
+    assert not {sha256(key.encode()).hexdigest()[:32] for key in made} & set(owners)
 
 
 @pytest.mark.parametrize(
