@@ -1,7 +1,7 @@
 """A client's connection up to where a request's head ends: how long that may be, and how late.
 
 Bodies are booked before they are read. Heads come before anything is known of a request, its key
-among it, and take some thirty times their bytes once they are parsed: so they are short, or refused.
+among it, and take some thirty times their bytes once they are parsed: so they have to be short.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import Overloaded
 from penstock.memory.admission import Accept, Refuse, RequestNeed, Wait, decide, granted_now
 from penstock.memory.requests import TOKEN_BYTES
+from penstock.server.api.fields import check_token_ids
 
 if TYPE_CHECKING:
     from penstock.catalog import Card
@@ -48,6 +49,8 @@ class FrontDoor:
         work.add_done_callback(lambda _: working.release())
         ids = await asyncio.shield(work)
         self.services.metrics.tokenised(self.card.name, time.monotonic() - started)
+        # A tokenizer may know tokens, of images for one, for which the model has no embedding.
+        check_token_ids(ids, self.card.vocab_size, self.prompt_field)
         await self.share.grow(TOKEN_BYTES * len(ids))
         return ids
 

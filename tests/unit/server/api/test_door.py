@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import httpx
@@ -183,3 +184,21 @@ def test_request_ids(client: httpx.Client) -> None:
 
 def test_the_front_page_says_what_it_is(client: httpx.Client) -> None:
     assert "/v1/chat/completions" in client.get("/").text
+
+
+def test_text_with_a_token_that_the_model_has_no_place_for(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "fake")
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    settings["vocab_size"] = ord("z")  # its tokenizer knows one more
+    (folder / "config.json").write_text(json.dumps(settings), "utf-8")
+    with serving(tmp_path) as server, httpx.Client(base_url=server.url) as client:
+        body = {"model": "fake", "max_tokens": 1}
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "abcz"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcz"}]}),
+        ):
+            answer = client.post(path, json={**body, **prompt})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == next(iter(prompt))
+            assert "token id" in answer.json()["error"]["message"]
+        assert client.post("/v1/completions", json={**body, "prompt": "abc"}).status_code == 200
