@@ -107,6 +107,33 @@ _PECULIAR: dict[str, dict[str, Any]] = {
         "layer_types": _SLIDING_AND_FULL,
     },
     "phimoe": {"num_local_experts": 4, "sliding_window": WINDOW},
+    # Queries are scaled by their position, from the original length on.
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": CONTEXT / WINDOW,
+            "original_max_position_embeddings": WINDOW,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    # Keys are wider than values.
+    "deepseek_v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
 }
 SERVED = tuple(_PECULIAR)
 

@@ -7,20 +7,32 @@ an mlp. Keys, queries and values become one weight, gate and up another; the mod
 are views of these, so that nothing is held twice and the model's own forward still works. Who
 computes such a layer in another way calls `install` and must give the same answers as the layer
 itself, asked on a sample: what an architecture does beside (a scaled residual, another rotation)
-is found out in this way, and that layer stays as it is.
+is found out in this way, and that layer stays as it is. A sample must therefore go where such
+things show: rows large enough to meet a clamp, positions up to the end of the model's window.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.worker.models import attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+log = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 24
+# Of an answer's norm, on a sample: rounding of the type, and nothing else.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Gates of a sample's larger rows come to about a hundred, and the clamps in use lie near ten.
+_LARGER = 100.0
+_FAR = 1 << 17  # a position, for models that do not say where their window ends
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -56,7 +68,7 @@ class PackedLayer:
 def packed_layers(model: nn.Module) -> Iterator[PackedLayer]:
     """Layers of the common shape; their weights are packed on the way."""
     for module in common_layers(model):
-        if (found := _pack(module)) is not None:
+        if not _heeds_positions(module) and (found := _pack(module)) is not None:
             yield found
 
 
@@ -76,6 +88,63 @@ def own_forward(layer: PackedLayer) -> Callable[..., Tensor]:
     """The layer's forward as transformers wrote it."""
     forward: Callable[..., Tensor] = type(layer.module).forward.__get__(layer.module)
     return forward
+
+
+def sample_rows(count: int, width: int, weight: Tensor) -> Tensor:
+    """Ordinary rows of a weight's kind, and behind them as many that are much larger."""
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    return torch.cat([rows, rows * _LARGER]).to(weight)
+
+
+def alike(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    """Whether each answer to such rows is the other's: large ones must not hide the rest."""
+    finite = theirs.isfinite().all(dim=-1)
+    # Larger rows may be beyond float16; not where they are clamped, which is what they are for.
+    if not bool(finite[: len(finite) // 2].all()):
+        return False
+    ours, theirs = ours[finite].double(), theirs[finite].double()
+    return bool(((ours - theirs).norm(dim=-1) <= tolerance * theirs.norm(dim=-1)).all())
+
+
+def sample_call(layer: Any, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Hidden states [1, T, hidden] for a layer, and what it is called with beside them.
+
+    The rotation is an arbitrary one, and does not depend on the positions.
+    """
+    weight, count = layer.self_attn.q_proj.weight, len(positions)
+    chance = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, count, weight.shape[1], generator=chance).to(weight)
+    turns = torch.randn(1, count, layer.self_attn.head_dim // 2, generator=chance)
+    angles = tuple(torch.cat([f(turns)] * 2, dim=-1).to(weight) for f in (torch.cos, torch.sin))
+    return hidden, {
+        "attention_mask": None,
+        "position_ids": positions[None].to(weight.device),
+        "past_key_values": None,
+        "use_cache": False,
+        "position_embeddings": angles,
+    }
+
+
+@torch.inference_mode()
+def _heeds_positions(layer: Any) -> bool:
+    """Whether attention depends on positions by more than its rotation; True if unknown.
+
+    Some scale their queries by a function of the position that is 1 for as long as a sample is.
+    """
+    config = getattr(layer.self_attn, "config", None)
+    window = getattr(config, "max_position_embeddings", None) or _FAR
+    whole_window = torch.linspace(0, window - 1, SAMPLE_TOKENS, dtype=torch.float64).long()
+    answers = []
+    try:
+        for positions in (torch.arange(SAMPLE_TOKENS), whole_window):
+            hidden, call = sample_call(layer, positions)
+            with attention.running(attention.Recording()):
+                answers.append(layer.self_attn(hidden_states=hidden, **call)[0])
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        log.debug("a layer is left as it is: %s", error)
+        return True
+    # The same computation twice is the same to the last bit.
+    return not torch.equal(*answers)
 
 
 def _pack(module: Any) -> PackedLayer | None:
@@ -128,7 +197,21 @@ def _pack_mlp(mlp: Any) -> PackedMlp | Any:
     sample = torch.linspace(-4, 4, 65)
     if activation is None or not torch.equal(activation(sample), nn.functional.silu(sample)):
         return mlp
+    if not _is_gated_silu(mlp):
+        return mlp
     return PackedMlp(_together([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.weight)
+
+
+@torch.inference_mode()
+def _is_gated_silu(mlp: Any) -> bool:
+    """Whether it does nothing else with its parts, to large numbers either."""
+    rows = sample_rows(2, mlp.gate_proj.in_features, mlp.gate_proj.weight)
+    ours = mlp.down_proj(nn.functional.silu(mlp.gate_proj(rows)) * mlp.up_proj(rows))
+    try:
+        theirs = mlp(rows)
+    except (TypeError, ValueError, RuntimeError):  # takes more than rows
+        return False
+    return isinstance(theirs, Tensor) and alike(ours, theirs, TOLERANCE[rows.dtype])
 
 
 def _together(linears: list[Any]) -> Tensor:

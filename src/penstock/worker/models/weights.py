@@ -38,7 +38,8 @@ def stream(
     model = _without_weights(config, attention, dtype)
     if model is None:
         return None
-    expected = dict(model.named_parameters())
+    # Also names of one weight that is tied already: each of them may be stored.
+    expected = dict(model.named_parameters(remove_duplicate=False))
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     total = sum(file.stat().st_size for file in files)
     done = told = 0
@@ -59,7 +60,8 @@ def stream(
         return None  # transformers has words for it
     if expected.keys() - tied:
         return None
-    model.tie_weights()
+    # Told what is missing, it does not tie what is stored twice and differs.
+    model.tie_weights(missing_keys=set(expected), recompute_mapping=False)
     return model.to(device)  # its tables
 
 

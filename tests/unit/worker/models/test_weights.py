@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -42,6 +42,41 @@ def test_it_is_the_model_that_transformers_loads(name: str, tmp_path: Path) -> N
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("tied", "stored_head", "shared"),
+    [
+        (True, "none", True),
+        (True, "the embedding's", True),
+        (True, "another", False),
+        (False, "another", False),
+    ],
+)
+def test_a_head_is_tied_when_transformers_would_tie_it(
+    tied: bool, stored_head: str, shared: bool, tmp_path: Path
+) -> None:
+    folder = tiny.save("llama", tmp_path / "llama", tie_word_embeddings=tied)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop("lm_head.weight", None)
+    embedding = tensors["model.embed_tokens.weight"]
+    if stored_head != "none":
+        different = stored_head == "another"
+        tensors["lm_head.weight"] = embedding.flip(0) if different else embedding.clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    ours: Any = stream(folder)
+    assert ours is not None
+    ours.set_attn_implementation("eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.arange(2, 34)[None]
+    torch.testing.assert_close(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == shared
+    assert (theirs.lm_head.weight is theirs.model.embed_tokens.weight) == shared
 
 
 @pytest.mark.parametrize("spoil", ["missing", "renamed", "another shape", "cut off"])

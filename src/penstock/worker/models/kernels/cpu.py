@@ -42,7 +42,7 @@ class CpuKernels(ReferenceKernels):
     def __init__(self) -> None:
         self._flat: dict[int, NDArray[np.float32]] = {}
         self._memory = LayerMemory()
-        _warm_up(torch.get_num_threads())
+        warm_up(torch.get_num_threads())
 
     def adopt(self, model: nn.Module) -> None:
         """Send what our kernels do better to them; weights stay where they are."""
@@ -98,7 +98,10 @@ class CpuKernels(ReferenceKernels):
         self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
     ) -> None:
         windowed = masking.window is not None and masking.window < span.context
-        if windowed or masking.softcap is not None or masking.sinks is not None:
+        # Torch's operator takes keys and values of one size; of multi-head latent attention
+        # (DeepSeek) values are smaller.
+        uneven = keys.shape[3] != values.shape[3]
+        if windowed or uneven or masking.softcap is not None or masking.sinks is not None:
             super().chunk(rows, keys, values, span, masking, out)
             return
         own = slice(span.row, span.row + span.count)
@@ -271,7 +274,7 @@ def few_rows(rows: Tensor, weight: Tensor) -> Tensor:
     return out[:count]
 
 
-def _warm_up(threads: int) -> None:
+def warm_up(threads: int) -> None:
     """Compile, or load from the cache, before anybody waits and before memory is capped."""
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     one = np.zeros((1, 1, 8), np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.worker.models.fusions import common_layers
+from penstock.worker.models.fusions import alike, common_layers, sample_rows
 from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, MANY_ROWS, LayerMemory
 
 if TYPE_CHECKING:
@@ -144,12 +144,13 @@ def _in_slices(activation: Activation) -> Activation:
 
 def adopt_mlps(model: nn.Module, memory: LayerMemory) -> None:
     """Compute gated mlps in place, over memory that all layers share."""
-    known: dict[object, Activation | None] = {}  # by kind: a model's layers are alike
+    known: dict[object, Activation | None] = {}  # most of a model's layers are alike
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if (linears := _gated_linears(child)) is None:
                 continue
-            kind = (type(child), type(getattr(child, "act_fn", None)), linears[0].weight.shape)
+            activation = getattr(child, "act_fn", None)
+            kind = (linears[0].weight.shape, _traits(child), _traits(activation))
             if kind not in known:
                 known[kind] = _activation_of(child, linears, memory)
             if (activate := known[kind]) is not None:
@@ -162,11 +163,27 @@ def _gated_linears(module: nn.Module) -> list[nn.Linear] | None:
     """Of what may be the same computation; None for what is something else."""
     parts = dict(module.named_children())
     linears = [parts.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    own = (module, *parts.values())  # an activation may have weights too, and of each layer others
-    if set(parts) - {"act_fn"} or any(True for part in own for _ in part.parameters(recurse=False)):
+    # An activation may have weights or tables too, and of each layer others.
+    own = [
+        tensor
+        for part in (module, *parts.values())
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    ]
+    if set(parts) - {"act_fn"} or own:
         return None
     plain = [linear for linear in linears if type(linear) is nn.Linear]
     return plain if len(plain) == len(linears) else None
+
+
+def _traits(part: object) -> tuple[object, ...]:
+    """By what a part computes, beside its weights: a layer may have a limit of its own."""
+    if not isinstance(part, nn.Module):
+        return (id(part),)
+    everyones = vars(nn.Module()).keys()
+    own = [(name, value) for name, value in vars(part).items() if name not in everyones]
+    # What has no plain value is like nothing but itself.
+    plain = (int, float, str, type(None))
+    return (type(part), *((name, v if isinstance(v, plain) else id(v)) for name, v in own))
 
 
 def _activation_of(
@@ -181,13 +198,12 @@ def _activation_of(
 
 
 def _answers_alike(module: nn.Module, mlp: GatedMlp) -> bool:
-    chance = torch.Generator().manual_seed(0)
-    sample = torch.randn(2, mlp.gate_proj.in_features, generator=chance)
+    sample = sample_rows(2, mlp.gate_proj.in_features, mlp.gate_proj.weight)
     try:
         expected = module(sample)
     except TypeError:  # takes more than rows
         return False
-    return isinstance(expected, Tensor) and torch.allclose(expected, mlp(sample), atol=1e-6)
+    return isinstance(expected, Tensor) and alike(mlp(sample), expected, 1e-5)
 
 
 class SlicedExperts:
@@ -219,15 +235,15 @@ class SlicedExperts:
 
     def _answers_as(self, module: Any) -> bool:
         count, hidden, _ = self._shape()
-        chance = torch.Generator().manual_seed(0)
-        rows = torch.randn(5, hidden, generator=chance)
+        rows = sample_rows(5, hidden, module.down_proj)
         chosen = torch.tensor([[0, count - 1], [count // 2, 0], [0, 1], [1, 0], [0, count - 1]])
-        shares = torch.rand(5, 2, generator=chance)
+        chosen = chosen.repeat(2, 1)
+        shares = torch.rand(len(rows), 2, generator=torch.Generator().manual_seed(0))
         try:
             expected, ours = module(rows, chosen, shares), self(rows, chosen, shares)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
             return False
-        return torch.allclose(expected, ours, rtol=1e-4, atol=1e-6)
+        return alike(ours, expected, 1e-4)
 
     def __call__(self, hidden_states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Rows [T, hidden], the experts chosen for each and their shares, both [T, k]."""

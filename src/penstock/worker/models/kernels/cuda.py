@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models import attention, fusions
+from penstock.worker.models.fusions import SAMPLE_TOKENS, TOLERANCE
 from penstock.worker.models.kernels import triton_attention, triton_chunks, triton_layer
 from penstock.worker.models.kernels.cuda_experts import (
-    TOLERANCE,
     FewRowsExperts,
     FewRowsRouter,
     relative_error,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EARLY_ROWS = 32  # a kernel starts before the last one's end: measured, no gain beyond
-_SAMPLE_TOKENS = 24
 _SAMPLE_BLOCK = 16
 
 
@@ -266,19 +265,8 @@ class _SampleBatch:
 @torch.inference_mode()
 def _answers_alike(layer: PackedLayer, fused: FusedLayer) -> bool:
     """Whether a layer gives its own answers on a sample when computed over blocks."""
-    weight, count = layer.qkv, _SAMPLE_TOKENS
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, count, weight.shape[1], generator=generator).to(weight)
-    turns = torch.randn(1, count, layer.head_dim // 2, generator=generator)
-    angles = tuple(torch.cat([f(turns)] * 2, dim=-1).to(weight) for f in (torch.cos, torch.sin))
-    positions = torch.arange(count, device=weight.device)[None]
-    call: dict[str, Any] = {
-        "attention_mask": None,
-        "position_ids": positions,
-        "past_key_values": None,
-        "use_cache": False,
-        "position_embeddings": angles,
-    }
+    weight, count = layer.qkv, SAMPLE_TOKENS
+    x, call = fusions.sample_call(layer.module, torch.arange(count))
     kv_heads = (weight.shape[0] - layer.out.shape[1]) // (2 * layer.head_dim)
     shape = (-(-count // _SAMPLE_BLOCK), _SAMPLE_BLOCK, kv_heads, layer.head_dim)
     keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in "kv")

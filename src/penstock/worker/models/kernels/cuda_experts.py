@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.worker.models.fusions import TOLERANCE, alike, sample_rows
 from penstock.worker.models.kernels import triton_experts
 
 log = logging.getLogger(__name__)
-
-# Of an answer's norm, on a sample: rounding of the type, and nothing else.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -43,17 +41,16 @@ class FewRowsExperts:
         if gate_up.shape != (count, 2 * inner, hidden) or getattr(module, "has_bias", True):
             return None
         ours = cls(module)
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(2, hidden, generator=generator).to(gate_up)
-        chosen = torch.tensor([[0, count - 1], [count // 2, 0]], device=gate_up.device)
-        shares = torch.tensor([[0.7, 0.3], [0.4, 0.6]]).to(gate_up)
+        rows = sample_rows(2, hidden, gate_up)
+        chosen = torch.tensor([[0, count - 1], [count // 2, 0]] * 2, device=gate_up.device)
+        shares = torch.tensor([[0.7, 0.3], [0.4, 0.6]] * 2).to(gate_up)
         try:
             theirs = ours._plain(rows, chosen, shares)
         except (TypeError, ValueError, RuntimeError) as error:
             log.debug("experts are left as they are: %s", error)
             return None
-        alike = relative_error(ours(rows, chosen, shares), theirs) <= TOLERANCE[gate_up.dtype]
-        return ours if alike else None
+        same = alike(ours(rows, chosen, shares), theirs, TOLERANCE[gate_up.dtype])
+        return ours if same else None
 
     def __call__(
         self, hidden_states: Tensor, chosen: Tensor, shares: Tensor, **more: Any
