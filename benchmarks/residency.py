@@ -1,9 +1,11 @@
 """What models do to each other: memory that moves, an unload and a death beside a busy stream.
 
-    python -m benchmarks.residency [elastic] [load] [unload] [death] [--rounds 5] [--device cuda]
+    python -m benchmarks.residency [elastic|busy|load|unload|death ...] [--rounds 5] [--device cuda]
 
 elastic   two idle models with a large KV share a limit; each in turn gets a prompt for which the
           other must give pages: tokens of context before and after, and how long that took.
+busy      two models decode at the same time, and one decodes while the other computes prompts: what
+          each does, as a share of what it does alone.
 load      a model is loaded while another decodes one stream: the gaps of that meanwhile and before,
           with the profile of an earlier load and without one, when it is measured.
 unload    a model is unloaded while another decodes one stream and prefills prompts: how long it
@@ -188,6 +190,61 @@ async def _load_beside(server: Served, new: int) -> tuple[list[float], list[floa
     return _gaps(times, begun - 3.0, begun - 0.05), _gaps(times, begun, ended), ended - begun
 
 
+async def _both_busy(url: str) -> dict[str, float]:
+    """Rates alone and beside each other: streams (tokens/s), prompts (tokens/s)."""
+
+    async def decode(model: str) -> float:
+        times, _ = await _stream(url, model, 60)
+        return (len(times) - 2) / (times[-2] - times[0])  # the last event only says that it is over
+
+    async def compute(model: str) -> float:
+        begun = time.perf_counter()
+        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+            for _ in range(4):
+                body = {"model": model, "prompt": prompt(1200), "max_tokens": 1}
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+        return 4 * 1200 / (time.perf_counter() - begun)
+
+    alone, prompts_alone = await decode("first"), await compute("second")
+    one, other = await asyncio.gather(decode("first"), decode("second"))
+    times: list[float] = []
+    stream = asyncio.create_task(_stream(url, "first", 4000, times))
+    await asyncio.sleep(2.0)
+    begun = time.perf_counter()
+    prompts = await compute("second")
+    gaps = _gaps(times, begun, time.perf_counter())
+    stream.cancel()
+    await asyncio.wait([stream])
+    return {
+        "decode_alone": alone,
+        "decode_both": one + other,
+        "prompts_alone": prompts_alone,
+        "prompts_beside_a_stream": prompts,
+        "gap_beside_prompts_ms": 1000 * median(gaps),
+        "longest_gap_beside_prompts_ms": 1000 * max(gaps),
+    }
+
+
+def busy(rounds: int) -> None:
+    """Two models that both have work."""
+    with (
+        home("first", "second", starter=True) as folder,
+        served(folder, folder / "log", "--memory=6GiB") as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+    ):
+        for name in ("first", "second"):
+            ask(client, name, prompt(20))
+        found = [asyncio.run(_both_busy(server.url)) for _ in range(rounds)]
+    figures = {name: [round(one[name], 1) for one in found] for name in found[0]}
+    shares = {
+        "both_over_alone": median([one["decode_both"] / one["decode_alone"] for one in found]),
+        "prompts_over_alone": median(
+            [one["prompts_beside_a_stream"] / one["prompts_alone"] for one in found]
+        ),
+    }
+    record("residency busy", figures | {name: round(value, 2) for name, value in shares.items()})
+
+
 def load(rounds: int) -> None:
     """One comes while another is busy."""
     # So that a profile is measured within a minute beside the stream.
@@ -294,12 +351,13 @@ def death(rounds: int) -> None:
 def main() -> None:
     """Those that are asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("which", nargs="*", help="elastic, load, unload, death")
+    parser.add_argument("which", nargs="*", help="elastic, busy, load, unload, death")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="for elastic")
     options = parser.parse_args()
     parts: dict[str, Callable[[int], None]] = {
         "elastic": partial(elastic, device=options.device),
+        "busy": busy,
         "load": load,
         "unload": unload,
         "death": death,

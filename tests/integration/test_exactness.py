@@ -21,7 +21,7 @@ from penstock.testing.exactness import (
     run,
     start_engine,
 )
-from penstock.wire import Sampling, Submit, TokenLogprobs
+from penstock.wire import Finish, Sampling, Submit, TokenLogprobs
 from penstock.worker.engine import executor
 from penstock.worker.engine.batch import Batch, build_batch
 from penstock.worker.kv import arena
@@ -264,6 +264,47 @@ def test_a_probe_runs_a_real_step_and_leaves_nothing_behind(models: TinyModels) 
     assert refused.failure is not None
     assert refused.failure.code == "context_length_exceeded"
     assert not engine.has_work()
+
+
+def test_a_probe_whose_step_cannot_run_fails(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(models.folder("llama"), Mode("alone"))
+
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._executor, "launch", exhausted)
+        with pytest.raises(RuntimeError, match=r"got no token.*smallest step ran out of memory"):
+            engine.probe()
+    engine.check()
+    engine.probe()
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("strange", [tiny.VOCABULARY, 1 << 40, -1])
+def test_a_token_beyond_the_vocabulary_fails_its_own_request_alone(
+    models: TinyModels, strange: int
+) -> None:
+    engine = start_engine(models.folder("llama"), Mode("at once"))
+    greedy, prompt = Sampling(temperature=0), PROMPTS[1]
+    engine.submit(Submit(0, list(prompt), NEW_TOKENS, greedy))
+    engine.submit(Submit(1, [*prompt, strange, 3], NEW_TOKENS, greedy))
+    # The same of tokens at which an answer ends; while none may be chosen, they are looked up.
+    engine.submit(Submit(2, list(prompt), NEW_TOKENS, greedy, [strange], min_tokens=NEW_TOKENS))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+        engine.check()
+    (refused,) = [output for output in outputs if output.failure is not None]
+    assert (refused.id, refused.finish) == (1, Finish.ERROR)
+    assert refused.failure is not None and refused.failure.code == "invalid_request_error"
+    assert f"token {strange}, which the model does not know" in refused.failure.message
+    for number in (0, 2):
+        tokens = [token for output in outputs if output.id == number for token in output.tokens]
+        Tally().compare(models.reference("llama"), prompt, tokens)
+        assert len(tokens) == NEW_TOKENS
 
 
 # What cannot be computed exactly is refused, with a sentence.

@@ -200,6 +200,11 @@ class _Inbox:
                 # A message is lost, and nobody would hear the next: dying is heard.
                 log.critical("out of memory while reading a message; ending this process")
                 os._exit(EXIT_ENGINE_BROKEN)
+            except Exception:
+                # Bytes of another version, or none that were ever a message: neither can what
+                # follows be read, and without this thread the server's end would not be noticed.
+                log.exception("a message could not be read; ending this process")
+                os._exit(EXIT_ENGINE_BROKEN)
             if messages is None:
                 os._exit(EXIT_SERVER_GONE)
             for message in messages:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class CudaExecutor(Constraints):
     """Runs plans on one model."""
 
+    crowded = False  # the device itself shares its time out
+
     def __init__(self, runner: CudaRunner, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(vocabulary)
         self.model = runner.model

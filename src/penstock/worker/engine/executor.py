@@ -16,6 +16,7 @@ from penstock.wire import Output
 from penstock.worker.engine.batch import build_batch
 from penstock.worker.engine.grammar import refuse_unconstrained
 from penstock.worker.engine.sampler import logprobs_of, sample
+from penstock.worker.turns import PROCESSOR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,7 @@ class StepResult:
     scored: dict[int, int] = field(default_factory=dict)  # prompt tokens scored once it is taken
     failed: dict[int, str] = field(default_factory=dict)  # requests whose grammar went wrong
     forward_s: float = 0.0
+    waited_s: float = 0.0  # for others that compute on the same cores
 
 
 class Launched(Protocol):
@@ -116,6 +118,7 @@ class Executor(Constraints):
         super().__init__(vocabulary)
         self.model = runner.model
         self.graph_bytes = 0
+        self._turns = PROCESSOR if runner.arena.in_ram else None  # a GPU shares itself out
         self._block_tokens = runner.arena.layout.block_tokens
 
     def logits(self, plan: Plan) -> Tensor:
@@ -123,9 +126,24 @@ class Executor(Constraints):
         batch = build_batch(plan, self._block_tokens, self._runner.device)
         return self._runner.forward(batch).float()
 
+    @property
+    def crowded(self) -> bool:
+        """Whether others want the same cores: then a long step is in their way."""
+        return self._turns is not None and self._turns.crowded
+
     def launch(self, plan: Plan, earlier: Launched | None = None) -> Launched:
         """Start a plan, whose newest tokens may be `earlier`'s."""
-        return Done(plan, self.compute(plan))
+        if self._turns is None:
+            return Done(plan, self.compute(plan))
+        begun = time.perf_counter()
+        try:
+            self._turns.take()
+            waited_s = time.perf_counter() - begun
+            result = self.compute(plan)
+        finally:
+            self._turns.give()
+        result.waited_s = waited_s
+        return Done(plan, result)
 
     @torch.inference_mode()
     def compute(self, plan: Plan) -> StepResult:

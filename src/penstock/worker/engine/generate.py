@@ -65,8 +65,10 @@ class GenerateEngine:
         self._domain = "ram" if bench.arena.in_ram else f"gpu:{bench.arena.device.index or 0}"
         self._block_tokens = profile.limits.block_tokens
         self._memory = StepMemory(profile, bench.arena, bench.meter, bench.cap)
-        pacer = StepPacer(bench.spec.step_target_s)
-        self._scheduler = Scheduler(bench.pool, profile.limits, pacer, self._memory.gate, shelf)
+        self._pacer = StepPacer(bench.spec.step_target_s)
+        self._scheduler = Scheduler(
+            bench.pool, profile.limits, self._pacer, self._memory.gate, shelf
+        )
         self._granted_blocks = profile.kv_blocks
         self._commit_again_at: int | None = None  # the step at which the pool gets them back
         self._pool.set_limit(profile.kv_blocks)
@@ -100,14 +102,30 @@ class GenerateEngine:
     def submit(self, request: Submit) -> None:
         """Take a request; one that can never run is answered with the next step."""
         room = min(self._window, self._scheduler.most_tokens())
-        if not request.prompt or len(request.prompt) + 1 > room:
-            # The front door refuses these; here only a broken or outdated server can send one.
-            message = f"a prompt of {len(request.prompt)} tokens does not fit the {room} served"
-            self._refused.append(_failed(request.id, Failure(ContextTooLong.code, message)))
+        if (failure := self._why_never(request.prompt, room)) is not None:
+            self._refused.append(_failed(request.id, failure))
             return
+        known = range(self.bench.vocabulary)
+        request.stop_token_ids = [token for token in request.stop_token_ids if token in known]
         request.max_tokens = max(1, min(request.max_tokens, room - len(request.prompt)))
         self._executor.admit(request)
         self._scheduler.add(request)
+
+    def _why_never(self, prompt: list[int], room: int) -> Failure | None:
+        if not prompt or len(prompt) + 1 > room:
+            # The front door refuses these; here only a broken or outdated server can send one.
+            message = f"a prompt of {len(prompt)} tokens does not fit the {room} served"
+            return Failure(ContextTooLong.code, message)
+        # Tokenizers have tokens that the model has no row for, as of images; one of them would
+        # fail the step of everybody.
+        known = range(self.bench.vocabulary)
+        if strange := {min(prompt), max(prompt)}.difference(known):
+            message = (
+                f"the prompt has token {min(strange)}, which the model does not know: its "
+                f"vocabulary has {len(known)} tokens"
+            )
+            return Failure(BadRequest.code, message)
+        return None
 
     def cancel(self, request_id: int) -> None:
         """Forget a request; its blocks are free at once."""
@@ -237,6 +255,10 @@ class GenerateEngine:
         finally:
             self._scheduler.cancel(_PROBE_ID)
         self._refused += [output for output in outputs if output.id != _PROBE_ID]
+        answers = [output for output in outputs if output.id == _PROBE_ID]
+        failures = [output.failure.message for output in answers if output.failure is not None]
+        if failures or not any(output.tokens for output in answers):
+            raise RuntimeError(f"a probe got no token: {'; '.join(failures) or 'none came'}")
 
     def open(self) -> None:
         """All is measured: begin with what goes on beside steps."""
@@ -320,6 +342,7 @@ class GenerateEngine:
         if self.shelf is not None:
             self.shelf.deliver(self._scheduler)
             self.shelf.offer(self._scheduler.cache.find)
+        self._pacer.crowded = self._executor.crowded
         plan = self._scheduler.plan(self._budget)
         if self._memory.gate.pinched and self._memory.relieve():
             self._memory.read_room()
@@ -401,7 +424,8 @@ class GenerateEngine:
             if scored is not None:
                 piece.sequence.scored = scored
         now = time.perf_counter()
-        self._step_s, self._landed_at = now - max(self._landed_at, begun), now
+        self._step_s = now - max(self._landed_at, begun) - result.waited_s
+        self._landed_at = now
         finished = self._scheduler.settle(plan, result.tokens, self._step_s)
         self._count_reused(plan, result.outputs)
         if self.shelf is not None and plan.chunks and not plan.decodes:

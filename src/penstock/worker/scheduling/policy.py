@@ -16,12 +16,13 @@ class StepPacer:
     def __init__(self, target_s: float | None, floor_tokens: int = 16) -> None:
         self._target_s = target_s
         self._floor = floor_tokens
+        self.crowded = False  # other models wait for this step too
         self._base_s = 0.0  # a step with decodes only
         self._token_s = 0.0  # each prefill token on top
 
     def chunk_limit(self, decodes: int) -> int | None:
         """The most prefill tokens beside `decodes` running streams; None: no bound."""
-        if self._target_s is None or decodes == 0:
+        if self._target_s is None or not (decodes or self.crowded):
             return None  # nobody waits for this step but the prompt itself
         if self._token_s == 0.0:
             return self._floor  # not measured yet: learn from a small step

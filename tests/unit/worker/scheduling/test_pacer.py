@@ -59,3 +59,11 @@ def test_a_step_as_quick_as_its_decodes_does_not_divide_by_zero() -> None:
     pacer.observe(decodes=1, prefill_tokens=0, duration_s=0.05)
     pacer.observe(decodes=1, prefill_tokens=10, duration_s=0.04)
     assert pacer.chunk_limit(decodes=1) == 8
+
+
+def test_a_prompt_gives_way_to_other_models_as_to_streams_of_its_own() -> None:
+    pacer = StepPacer(0.1)
+    pacer.observe(decodes=0, prefill_tokens=100, duration_s=0.2)
+    assert pacer.chunk_limit(decodes=0) is None
+    pacer.crowded = True
+    assert pacer.chunk_limit(decodes=0) == 50
