@@ -9,9 +9,14 @@ under one MiB, so the common architectures are all here.
 from __future__ import annotations
 
 import importlib
+import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MODULES = (
     "safetensors.torch",
@@ -41,12 +46,30 @@ CUDA_MODULES = (
     "penstock.worker.engine.cuda_runner",
 )
 
-if find_spec("numba") is not None:
-    from penstock.worker.models.kernels import cpu_layers
 
+def _compile_apart(compile_all: Callable[[int], None]) -> None:
+    """Have kernels in Numba's cache, compiled by a process that ends with it.
+
+    A compiler keeps what it has taken: 50 MiB, of every worker that begins without that cache.
+    """
+    try:
+        pid = os.fork()
+    except OSError:
+        return  # then a worker compiles them
+    if pid == 0:
+        try:
+            compile_all(1)
+        finally:
+            os._exit(0)  # whatever went wrong is found again by whoever needs the kernels
+    os.waitpid(pid, 0)
+
+
+if find_spec("numba") is not None:
+    from penstock.worker.models.kernels import cpu, cpu_layers
+
+    _compile_apart(cpu.warm_up)
     # What Numba needs for any kernel is set up by the first, which must have no threads.
     cpu_layers.warm_up()
-    importlib.import_module("penstock.worker.models.kernels.cpu")
 for _module in MODULES:
     importlib.import_module(_module)
 for _name in COMMON_ARCHITECTURES:
