@@ -42,7 +42,7 @@ ANSWER_TOKEN_BYTES = 700
 LOGPROB_BYTES = 580
 
 _MOST_SHARE = 4  # requests never get more of the limit than a quarter
-_FLOOR_SHARE = 64  # of the limit; 32 MiB of 2 GiB
+_FLOOR_SHARE = 96  # of the limit; 21 MiB of 2 GiB
 _FLOOR_LEAST = 8 << 20
 _FLOOR_MOST = 256 << 20
 

@@ -43,7 +43,7 @@ def pooled(
 
 
 def test_the_floor_follows_the_limit() -> None:
-    assert floor_bytes(2 << 30) == 32 << 20
+    assert floor_bytes(3 << 30) == 32 << 20
     assert floor_bytes(1 << 20) == 8 << 20
     assert floor_bytes(1 << 40) == 256 << 20
 
