@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from penstock.testing import conversations, tiny
 from penstock.testing.conversations import History, Talk
-from penstock.testing.exactness import Reference
+from penstock.testing.exactness import Mode, Reference, start_engine
+from penstock.worker import loading
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,3 +55,29 @@ def test_found_kv_changes_no_token(
     assert found.reused_tokens > (found.prompt_tokens / 4 if remembers else 0)
     assert (found.tier_hits > 0) == (history.restarts or (history.disk and bool(found.evictions)))
     assert (found.preemptions > 0) == (history.pool_tokens is not None)
+
+
+def test_kv_of_a_model_that_was_replaced_while_it_was_loaded_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be found as the KV of what has taken its place."""
+    folder = tiny.save("llama", tmp_path / "llama")
+    load_model = loading._load_model
+
+    def replaced(*args: Any) -> PreTrainedModel:
+        model = load_model(*args)
+        tiny.save("llama", folder, initializer_range=0.3)
+        return model
+
+    monkeypatch.setattr(loading, "_load_model", replaced)
+    engine = start_engine(folder, Mode("alone"), cache=tmp_path / "profiles" / "kv")
+    notices: list[str] = []
+    deadline = time.monotonic() + 20
+    while not notices and time.monotonic() < deadline:
+        notices += engine.notices()
+        time.sleep(0.01)
+    assert notices == [
+        "KV of llama is not kept on disk: its files have changed since it was loaded"
+    ]
+    assert not (tmp_path / "profiles" / "kv").exists()
+    engine.close()

@@ -23,10 +23,12 @@ from penstock.tiers.format import (
     Header,
     Payload,
     block_name,
+    block_tag,
     header_size,
-    identity,
     model_digest,
+    name_of,
 )
+from penstock.tiers.pages import Pages
 from penstock.tiers.rates import Rate
 from penstock.tiers.store import Outcome, Part, Store
 
@@ -64,9 +66,12 @@ class DiskTier:
         quota: Quota,
         fingerprint: str,
         files: Files | None = None,
+        *,
         label: str = "",
+        frugal: bool = False,
     ) -> None:
         self.store = Store(directory, quota, files)
+        self._pages = Pages(self.store.files, frugal=frugal)
         self.counters = Counters()
         self._counting = threading.Lock()
         self.read_rate = Rate()
@@ -80,7 +85,7 @@ class DiskTier:
 
     def contains(self, key: bytes) -> bool:
         """Whether it is likely there; only `load` can tell."""
-        return block_name(self._model, key) in self.store.index
+        return block_tag(self._model, key) in self.store.index
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of a chain's keys, from its beginning, are there without a gap."""
@@ -91,20 +96,20 @@ class DiskTier:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used now; in the order of the chain, so that its end goes first."""
-        self.store.index.touch([block_name(self._model, key) for key in keys])
+        self.store.index.touch([block_tag(self._model, key) for key in keys])
 
     # --- on disk ---
 
     def load(self, key: bytes, into: Sequence[Payload]) -> bool:
         """Read a block into the owner's memory, which holds nothing of use after False."""
-        name = block_name(self._model, key)
+        tag = block_tag(self._model, key)
         started = time.perf_counter()
-        if name not in self.store.index or not self._read(name, key, into):
+        if tag not in self.store.index or not self._read(tag, key, into):
             self._count(misses=1)
             return False
         size = sum(payload.data.nbytes for payload in into)
         self.read_rate.add(size, time.perf_counter() - started)
-        self.store.index.touch([name])
+        self.store.index.touch([tag])
         self._count(hits=1, loaded_bytes=size)
         return True
 
@@ -122,18 +127,18 @@ class DiskTier:
         A clear since `offered_ns` cancels it. `wanted` is asked between pieces, `commit` once, last
         of all and under the directory's lock: a True there is followed by the rename.
         """
-        name = block_name(self._model, key)
-        if name in self.store.index:
+        if self.contains(key):
             return Outcome.PRESENT
         started = time.perf_counter()
         size = header_size(len(key), len(payloads)) + sum(p.data.nbytes for p in payloads)
-        part = self.store.reserve(name, size, offered_ns or time.time_ns())
+        part = self.store.reserve(block_name(self._model, key), size, offered_ns or time.time_ns())
         if not isinstance(part, Part):
             return part
         try:
             blank = Header(self._model, key, label=self._label)
             whole = write_file(self.store.files, part.descriptor, blank, payloads, wanted)
-        except OSError:
+            self._pages.done(part.descriptor)
+        except Exception:
             self.store.discard(part)
             raise
         if not whole:
@@ -141,6 +146,7 @@ class DiskTier:
             return Outcome.CANCELLED
         outcome = self.store.publish(part, commit)
         if outcome is Outcome.SAVED:
+            self._pages.saved(part.final_name)
             self.write_rate.add(size, time.perf_counter() - started)
             self._count(saved=1, saved_bytes=size)
         return outcome
@@ -150,6 +156,7 @@ class DiskTier:
 
     def refresh(self) -> None:
         """See what other processes have done, count anew, come down to the quota."""
+        self._pages.settle()
         try:
             self.store.refresh()
             self.problem = None
@@ -158,7 +165,7 @@ class DiskTier:
 
     def stats(self) -> dict[str, Any]:
         """Counters, rates and what this model has there; makes no system call."""
-        totals = self.store.index.totals(identity(self._model))
+        totals = self.store.index.totals(self._model)
         return asdict(self.counters) | {
             "files": totals.files,
             "bytes": totals.bytes,
@@ -171,23 +178,24 @@ class DiskTier:
             "problem": self.problem,
         }
 
-    def _read(self, name: str, key: bytes, into: Sequence[Payload]) -> bool:
-        files = self.store.files
+    def _read(self, tag: bytes, key: bytes, into: Sequence[Payload]) -> bool:
+        files, name = self.store.files, name_of(tag)
         try:
             descriptor = files.open(name, READ)
             try:
                 read_file(files, descriptor, self._model, key, into)
+                self._pages.done(descriptor)
             finally:
                 files.close(descriptor)
         except BadBlock:
             self._count(bad_removed=int(self.store.remove(name)))
             return False
         except FileNotFoundError:  # removed by another process
-            self.store.index.drop(name)
+            self.store.index.drop(tag)
             return False
         except OSError:
             # Not the file's fault for certain, so it stays; but it is not asked for again soon.
-            self.store.index.drop(name)
+            self.store.index.drop(tag)
             self._count(read_errors=1)
             return False
         return True

@@ -6,6 +6,7 @@ Tests put a class in its place that fails, writes short or stops dead at any cal
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -22,6 +23,14 @@ _ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 READ = os.O_RDONLY | _ALWAYS
 UPDATE = os.O_RDWR | os.O_CREAT | _ALWAYS
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | _ALWAYS
+
+
+# Linux only, and not in Python. Its bytes alone: an fsync also waits for the file system's journal,
+# with the bytes of whatever else is in it.
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,16 @@ class Files:
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(descriptor, buffers, offset)
+
+    def drop_pages(self, descriptor: int) -> None:
+        """Start to write what is not on the disk yet, and drop from memory what is."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def wait_written(self, descriptor: int) -> None:
+        """Until the file's bytes are on the disk, if not what the disk knows of the file."""
+        if _sync_file_range is not None and _sync_file_range(descriptor, 0, 0, _WRITE_AND_WAIT):
+            raise OSError(ctypes.get_errno(), "the file's bytes cannot be waited for")
 
     def rename(self, old: str, new: str) -> None:
         os.rename(self._path(old), self._path(new))  # noqa: PTH104 - beside its siblings

@@ -36,9 +36,11 @@ _LABEL_BYTES = 64
 _START = struct.Struct(f"<8sII32s{_LABEL_BYTES}sHH")
 _GROUP = struct.Struct("<16sQI")  # kind, bytes, crc
 _END = struct.Struct("<I")  # crc of the header so far
+IDENTITY_BYTES = 8  # of a model's digest, in the names of its files
 _KEY_BYTES = 64  # the longest key: 128 hex digits, well below the longest name of a file
-_IDENTITY_DIGITS = 16
-_BLOCK_NAME = re.compile(rf"([0-9a-f]{{{_IDENTITY_DIGITS}}})-((?:[0-9a-f]{{2}}){{1,{_KEY_BYTES}}})")
+_BLOCK_NAME = re.compile(
+    rf"([0-9a-f]{{{2 * IDENTITY_BYTES}}})-((?:[0-9a-f]{{2}}){{1,{_KEY_BYTES}}})"
+)
 _BLOCK_SUFFIX = ".kv"
 _PART_SUFFIX = ".part"
 
@@ -174,21 +176,31 @@ def model_digest(fingerprint: str) -> bytes:
     return hashlib.sha256(fingerprint.encode()).digest()
 
 
-def block_name(model: bytes, key: bytes) -> str:
-    """A name of hex digits only: no key can point out of the directory."""
+def block_tag(model: bytes, key: bytes) -> bytes:
+    """What a block's name is made of, in less than half its length."""
     if not 0 < len(key) <= _KEY_BYTES:
         raise ValueError(f"a key has 1 to {_KEY_BYTES} bytes, not {len(key)}")
-    return f"{identity(model)}-{key.hex()}{_BLOCK_SUFFIX}"
+    return model[:IDENTITY_BYTES] + key
+
+
+def name_of(tag: bytes) -> str:
+    """A name of hex digits only: no key can point out of the directory."""
+    return f"{tag[:IDENTITY_BYTES].hex()}-{tag[IDENTITY_BYTES:].hex()}{_BLOCK_SUFFIX}"
+
+
+def tag_of(name: str) -> bytes:
+    """What the name of a block file is made of."""
+    return bytes.fromhex(name.removesuffix(_BLOCK_SUFFIX).replace("-", ""))
+
+
+def block_name(model: bytes, key: bytes) -> str:
+    """The name of a block's file."""
+    return name_of(block_tag(model, key))
 
 
 def part_name(name: str) -> str:
     """A name to write the block `name` under, used by nobody else."""
     return f"{name.removesuffix(_BLOCK_SUFFIX)}.{secrets.token_hex(8)}{_PART_SUFFIX}"
-
-
-def identity(model: bytes) -> str:
-    """A model as the names of its files have it."""
-    return model.hex()[:_IDENTITY_DIGITS]
 
 
 def parse_block_name(name: str) -> tuple[str, bytes] | None:

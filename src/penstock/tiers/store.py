@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 
 from penstock.tiers.contents import check_file, read_header
 from penstock.tiers.files import READ, Files
-from penstock.tiers.format import BadBlock, is_part, parse_block_name, part_name, space
+from penstock.tiers.format import (
+    BadBlock,
+    is_part,
+    name_of,
+    parse_block_name,
+    part_name,
+    space,
+    tag_of,
+)
 from penstock.tiers.index import Index
 from penstock.tiers.usage import RECORD_NAME, locked
 
@@ -141,12 +149,12 @@ class Store:
                     outcome = Outcome.PRESENT if present else Outcome.CANCELLED
                 else:
                     outcome = self._rename(part)
-        except OSError:
+        except Exception:
             self.discard(part)
             raise
         self.files.close(part.descriptor)
         if outcome in (Outcome.SAVED, Outcome.PRESENT):
-            self.index.add(part.final_name, part.size)
+            self.index.add(tag_of(part.final_name), part.size)
         return outcome
 
     def discard(self, part: Part) -> None:
@@ -163,7 +171,7 @@ class Store:
         with contextlib.suppress(OSError), self._locked() as books:
             size = self.files.status(name).st_size
             removed = books.unlink(name, size)
-        self.index.drop(name)  # last, since taking the lock may list anew
+        self.index.drop(tag_of(name))  # last, since taking the lock may list anew
         return removed
 
     # --- the whole directory ---
@@ -267,22 +275,22 @@ class Store:
             oldest = self.index.oldest()
             if books.held_bytes <= target_bytes or unlinks == 0 or oldest is None:
                 break
-            name, entry = oldest
+            tag, used_ns = oldest
             try:
-                status = self.files.status(name)
-                if status.st_mtime_ns > entry.used_ns:
-                    self.index.used_elsewhere(name, status.st_mtime_ns)
+                status = self.files.status(name_of(tag))
+                if status.st_mtime_ns > used_ns:
+                    self.index.used_elsewhere(tag, status.st_mtime_ns)
                     continue
                 unlinks -= 1
-                books.unlink(name, status.st_size)
+                books.unlink(name_of(tag), status.st_size)
             except FileNotFoundError:
-                self.index.drop(name)
+                self.index.drop(tag)
                 continue
             except OSError as error:
                 problem = error
-                self.index.postpone(name)
+                self.index.postpone(tag)
                 continue
-            self.index.drop(name)
+            self.index.drop(tag)
             removed += 1
             self.evictions += 1
             self.evicted_bytes += status.st_size
@@ -295,7 +303,8 @@ class Store:
             return self._make_room(books, self._quota_now(books), _SLICE)
 
     def _unlink(self, books: Books, found: Found) -> bool:
-        self.index.drop(found.name)
+        if not is_part(found.name):
+            self.index.drop(tag_of(found.name))
         return books.unlink(found.name, found.size)
 
     def _rename(self, part: Part) -> Outcome:
@@ -340,9 +349,9 @@ class Store:
             return []
 
     def _mark_touched(self, most: int) -> None:
-        for name, used_ns in self.index.take_touched(most):
+        for tag, used_ns in self.index.take_touched(most):
             with contextlib.suppress(OSError):
-                self.files.touch(name, used_ns)
+                self.files.touch(name_of(tag), used_ns)
 
 
 def _is_block(found: Found) -> bool:

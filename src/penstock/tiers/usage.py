@@ -76,7 +76,7 @@ class Books:
             # Nobody else can hold it: the name is new, and we hold the directory's lock.
             self._files.try_lock(descriptor)
             self._files.allocate(descriptor, size)
-        except OSError:
+        except Exception:
             with contextlib.suppress(OSError):
                 self.unlink(name, size)
             self._files.close(descriptor)

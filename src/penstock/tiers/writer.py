@@ -11,12 +11,14 @@ Cancelling is of items, not of keys: what is offered after a cancel, under the s
 the cancelled file is still being written, is a new item and is kept.
 
 A disk that fails costs hits, not answers: what is queued is let go, offers are refused for a
-while, longer each time, then tried again. Each turn for the worse or better is one event.
+while, longer each time, then tried again. Each turn for the worse or better is one event. Whatever
+else goes wrong in the thread, for want of memory say, is taken for such a failure.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from penstock.tiers.format import Payload
 
     Release = Callable[[Outcome], None]
+
+log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -85,7 +89,7 @@ class Writer:
         self._refresh_at = time.monotonic() + refresh_s
         # What has been told of and still holds.
         self._dropping = self._no_room = False
-        self._failing_with: int | None = None  # errno
+        self._failing_with: str | None = None
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
@@ -117,7 +121,7 @@ class Writer:
             self._counts["dropped"] += 1
             told, self._dropping = self._dropping, True
         if not told:
-            self._notify(
+            self._tell(
                 f"The disk cache cannot keep up: more than {self._limit} bytes would wait to be "
                 "written, and further blocks are not kept until there is room."
             )
@@ -177,23 +181,24 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            while (item := self._next()) is not None:
+            while not self._closed:
                 try:
-                    outcome = self._save(item)
-                except OSError as error:
-                    self._fail(item, error)
-                else:
-                    self._finish(item, outcome)
+                    if (item := self._next()) is not None:
+                        self._finish(item, self._save(item))
+                except Exception as error:  # noqa: BLE001 - the edge of a thread
+                    self._fail(error)
         finally:
-            # Also when a release or our own code raises: nothing may wait for a dead thread.
+            # Also when there is no memory even to fail: nothing may wait for a dead thread.
             with self._changed:
-                self._closed = True
+                died, self._closed = not self._closed, True
                 left = [i for i in (self._current, *self._queue.values()) if i and not i.released]
                 self._current = None
                 self._queue.clear()
                 self._bytes = 0
                 self._changed.notify_all()
             self._let_go(left, Outcome.CANCELLED)
+            if died:
+                self._tell("The disk cache keeps nothing more until the model is loaded again.")
 
     def _next(self) -> _Item | None:
         while True:
@@ -210,10 +215,12 @@ class Writer:
             self._refresh()
 
     def _refresh(self) -> None:
+        # Counted from its end, but also if there is none.
+        self._refresh_at = time.monotonic() + self._refresh_s
         before = self._tier.problem
         self._tier.refresh()
         if self._tier.problem != before:
-            self._notify(self._tier.problem or "The cache directory can be used again.")
+            self._tell(self._tier.problem or "The cache directory can be used again.")
         self._refresh_at = time.monotonic() + self._refresh_s
 
     def _save(self, item: _Item) -> Outcome:
@@ -251,31 +258,34 @@ class Writer:
                 )
         self._let_go([item], outcome)
         if event:
-            self._notify(event)
-        self._end(item)
+            self._tell(event)
+        self._end()
 
-    def _fail(self, item: _Item, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = reason or str(error) or type(error).__name__
         with self._changed:
             self._pause_s = min(max(2 * self._pause_s, self._first_pause_s), _LONGEST_PAUSE_S)
             self._retry_at = time.monotonic() + self._pause_s
-            told, self._failing_with = self._failing_with == error.errno, error.errno or 0
-            left = [item, *self._queue.values()]
+            told, self._failing_with = self._failing_with == reason, reason
+            current = self._current
+            left = [i for i in (current, *self._queue.values()) if i and not i.released]
             self._queue.clear()
-            self._bytes = item.size
+            self._bytes = 0 if current is None else current.size
         self._let_go(left, Outcome.FAILED)
         if not told:
-            self._notify(
-                f"The disk cache cannot write to {self._tier.store.directory}: "
-                f"{error.strerror or error}. Nothing is kept there until it works again, which is "
-                "tried now and then; requests go on."
+            self._tell(
+                f"The disk cache cannot write to {self._tier.store.directory}: {reason}. Nothing "
+                "is kept there until it works again, which is tried now and then; requests go on."
             )
-        self._end(item)
+        self._end()
 
-    def _end(self, item: _Item) -> None:
+    def _end(self) -> None:
         """Last of all, so that after a flush every release has been called."""
         with self._changed:
-            self._current = None
-            self._bytes -= item.size
+            if self._current is not None:
+                self._bytes -= self._current.size
+                self._current = None
             if self._dropping and self._bytes <= self._limit // 2:
                 self._dropping = False
             self._changed.notify_all()
@@ -286,8 +296,20 @@ class Writer:
         return being_written or key in self._queue
 
     def _let_go(self, items: Sequence[_Item], outcome: Outcome) -> None:
-        with self._changed:
-            self._counts[outcome.value] += len(items)
+        problem = None
         for item in items:
             item.released = True
-            item.release(outcome)
+            try:
+                item.release(outcome)
+            except Exception as error:  # noqa: BLE001 - one owner's mistake is not the others'
+                problem = error
+        with self._changed:
+            self._counts[outcome.value] += len(items)
+        if problem is not None:
+            log.error("the owner of a block could not take it back", exc_info=problem)
+
+    def _tell(self, words: str) -> None:
+        try:
+            self._notify(words)
+        except Exception:
+            log.exception("nobody could be told: %s", words)

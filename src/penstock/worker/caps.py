@@ -137,6 +137,9 @@ class OuterCap:
         self._limit = group / limit_file
         self._used = group / used_file
         self._base = 0
+        # Of files that this process maps. Read before it came here they are another group's, but
+        # those that the kernel drops and brings back are charged to this one.
+        self.mapped_bytes = 0
 
     @classmethod
     def enter(cls) -> OuterCap | None:
@@ -164,7 +167,7 @@ class OuterCap:
 
     def move(self, grant_bytes: int) -> None:
         """Stand a little further out than the inner wall."""
-        size = self._base + grant_bytes
+        size = self._base + self.mapped_bytes + grant_bytes
         spare = max(OUTER_SPARE_BYTES, int(size * OUTER_SPARE_SHARE))
         try:
             self._limit.write_text(str(size + spare))

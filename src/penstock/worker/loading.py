@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelTooLarge, ModelUnusable
-from penstock.tiers import Quota
 from penstock.wire import Ready
 from penstock.worker import profile_store
 from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
@@ -30,6 +29,7 @@ from penstock.worker.engine.runner import Runner
 from penstock.worker.kv.arena import Arena, BlockLayout
 from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.kv.disk_reader import ShelfSpec
+from penstock.worker.kv.identity import ModelFiles, numerics
 from penstock.worker.kv.shelf import Shelf
 from penstock.worker.meter import (
     copied_bytes,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from penstock.wire import LoadSpec
     from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.models.kernels.interface import Kernels
 
     Progress = Callable[[str, int, int], None]
 
@@ -71,12 +72,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     """Load the model of `spec`; raises a PenstockError that says what is wrong with it."""
     clock = _Phases()
     device = torch.device(spec.device)
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-    torch.set_grad_enabled(False)
-    # Threads are started before the process is capped, of which some would die.
-    torch.zeros(torch.get_num_threads() << 16).add_(1)
-    attention.register()
+    _prepare_torch(spec.threads)
+    files = ModelFiles.now(Path(spec.path), with_code=spec.trust_remote_code)
     config = _read_config(spec)
     dtype = _resolve_dtype(spec.dtype, config, device)
     text = config.get_text_config()
@@ -100,8 +97,8 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     executor = _executor(runner, vocabulary, spec, window)
     # What graphs keep comes out of the grant, and is booked apart.
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
-    shelf = _shelf(spec, arena)  # before anything is measured, since it has buffers
-    outer = OuterCap.enter() if spec.capped and device.type == "cpu" else None
+    shelf = _shelf(spec, arena, kernels, files)  # before anything is measured, since it has buffers
+    outer = _outer_cap(spec, model) if spec.capped and device.type == "cpu" else None
     bench = Bench(
         spec=spec,
         executor=executor,
@@ -141,6 +138,15 @@ def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     ready.load_s = sum(clock.phases.values())
     log.info("loaded in %.2f s: %s", ready.load_s, clock.phases)
     return engine
+
+
+def _prepare_torch(threads: int | None) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    # Threads are started before the process is capped, of which some would die.
+    torch.zeros(torch.get_num_threads() << 16).add_(1)
+    attention.register()
 
 
 def _leave_the_weights_stream(device: torch.device) -> None:
@@ -213,28 +219,13 @@ def _executor(
     return CudaExecutor(on_device, vocabulary)
 
 
-def _shelf(spec: LoadSpec, arena: Arena) -> Shelf | None:
+def _shelf(spec: LoadSpec, arena: Arena, kernels: Kernels, files: ModelFiles) -> Shelf | None:
     """KV in RAM, for an arena that is elsewhere, and on disk."""
     tier_bytes = 0 if arena.in_ram else spec.tier_bytes
-    disk = _disk(spec, arena.layout)
+    disk = ShelfSpec.of(spec, files, numerics(arena.layout, arena.device, kernels))
     if disk is None and not tier_bytes:
         return None
     return Shelf(arena, disk, spec.memory_bytes, tier_bytes)
-
-
-def _disk(spec: LoadSpec, layout: BlockLayout) -> ShelfSpec | None:
-    quota = Quota.parse(spec.cache_size)
-    if spec.cache_dir is None or spec.profile_dir is None or quota.off:
-        return None
-    return ShelfSpec(
-        directory=Path(spec.cache_dir),
-        quota=quota,
-        model=Path(spec.path),
-        digests=Path(spec.profile_dir) / "digests.json",
-        # Another version of torch may round differently, or make other random weights.
-        numerics=f"{layout.dtype} {layout.block_tokens} {layout.layers} torch {torch.__version__}",
-        label=spec.name,
-    )
 
 
 def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:
@@ -254,6 +245,14 @@ def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.devic
     # Small enough that whole extents waste little of the grant.
     extent_bytes = blocks * layout.block_bytes // EXTENTS
     return Arena(layout, blocks, device, extent_bytes)
+
+
+def _outer_cap(spec: LoadSpec, model: PreTrainedModel) -> OuterCap | None:
+    outer = OuterCap.enter()
+    if outer is not None:
+        tensors = _tensors(model)
+        outer.mapped_bytes = sum(t.nbytes for t in tensors) - copied_bytes(tensors, Path(spec.path))
+    return outer
 
 
 def _cap(spec: LoadSpec, arena: Arena, outer: OuterCap | None) -> Cap:

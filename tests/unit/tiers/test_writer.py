@@ -36,6 +36,11 @@ def payloads(number: int) -> list[Payload]:
     return [Payload("attention", bytes([number % 256]) * SIZE)]
 
 
+def is_count(call: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether it writes the record of the directory and no block."""
+    return call == "write" and len(arguments[1]) < SIZE
+
+
 class Rig:
     """A tier, its writer, and all that they have told."""
 
@@ -54,6 +59,12 @@ class Rig:
             lambda outcome: self.released.append((number, outcome)),
         )
 
+    def offer_when_it_is_taken(self, number: int) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not self.offer(number):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
     def load(self, number: int) -> bool:
         buffer = bytearray(SIZE)
         hit = self.tier.load(key(number), [Payload("attention", buffer)])
@@ -69,8 +80,7 @@ class Rig:
         reached, go_on = threading.Event(), threading.Event()
 
         def before(name: str, *arguments: Any) -> None:
-            count_only = name == "write" and len(arguments[1]) < SIZE
-            if name == call and not count_only:
+            if name == call and not is_count(name, arguments):
                 reached.set()
                 assert go_on.wait(LONG_S)
 
@@ -254,8 +264,7 @@ def test_a_failing_disk_costs_hits_and_is_tried_again(
     assert rig.writer.stats()["refused"] > 10
     assert len(rig.events) == 1
     rig.files.broken.clear()
-    while not rig.offer(3):
-        time.sleep(0.005)
+    rig.offer_when_it_is_taken(3)
     assert rig.writer.flush(LONG_S)
     assert rig.load(3)
     assert rig.events[1:] == ["The disk cache writes again."]
@@ -273,8 +282,7 @@ def test_a_stopped_process_with_the_lock_delays_no_load(
         assert rig.offer(2) and rig.writer.flush(LONG_S)
         assert rig.load(1)
     assert rig.released[1] == (2, Outcome.FAILED)
-    while not rig.offer(2):
-        time.sleep(0.005)
+    rig.offer_when_it_is_taken(2)
     assert rig.writer.flush(LONG_S) and rig.load(2)
 
 
@@ -327,8 +335,64 @@ def test_an_idle_writer_sees_what_others_did_and_tells_of_an_unusable_directory(
     assert events[1:] == ["The cache directory can be used again."]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_release_that_raises_leaves_nobody_waiting(rig: Rig) -> None:
+# --- a thread that fails for other reasons ---
+
+
+@pytest.mark.parametrize("call", ["write", "allocate", "rename", "open"])
+def test_want_of_memory_is_taken_for_a_failing_disk(rig: Rig, call: str) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def out_of_memory(name: str, *arguments: Any) -> None:
+        if name == call and not is_count(name, arguments):
+            reached.set()
+            assert go_on.wait(LONG_S)
+            raise MemoryError
+
+    rig.files.before_each = out_of_memory
+    assert rig.offer(1) and reached.wait(LONG_S) and rig.offer(2)
+    go_on.set()
+    assert rig.writer.flush(LONG_S)
+    assert rig.released == [(1, Outcome.FAILED), (2, Outcome.FAILED)]
+    assert len(rig.events) == 1 and "cannot write" in rig.events[0]
+    assert "MemoryError" in rig.events[0]
+    rig.files.before_each = lambda name, *arguments: None
+    rig.offer_when_it_is_taken(3)
+    assert rig.writer.flush(LONG_S)
+    assert rig.load(3)
+    assert rig.events[1:] == ["The disk cache writes again."]
+    assert rig.writer.stats()["queued_bytes"] == 0
+    # Nothing is left half-written, nor open: the lock of a living writer would keep it.
+    assert not list(rig.directory.glob("*.part"))
+    assert not rig.files._opened
+
+
+def test_a_look_at_the_directory_that_fails_is_one_event_and_not_repeated_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path, PLENTY, "model")
+    looks: list[int] = []
+
+    def refresh() -> None:
+        looks.append(1)
+        raise MemoryError
+
+    events: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "refresh", refresh)
+        writer = Writer(tier, 10 * SIZE, events.append, first_pause_s=0.01, refresh_s=0.05)
+        time.sleep(0.3)
+    assert 1 <= len(looks) <= 7
+    assert len(events) == 1 and "MemoryError" in events[0]
+    released: list[Outcome] = []
+    while not writer.offer(key(1), payloads(1), released.append):
+        time.sleep(0.005)
+    assert writer.flush(LONG_S)
+    assert released == [Outcome.SAVED]
+    assert events[1:] == ["The disk cache writes again."]
+    assert writer.close(LONG_S)
+
+
+def test_a_release_that_raises_is_not_the_others_loss(rig: Rig) -> None:
     def broken(outcome: Outcome) -> None:
         raise RuntimeError("a mistake of the owner's")
 
@@ -336,6 +400,41 @@ def test_a_release_that_raises_leaves_nobody_waiting(rig: Rig) -> None:
         assert rig.writer.offer(key(2), payloads(2), broken)
         assert rig.offer(3)
     assert rig.writer.flush(LONG_S)
+    rig.tier.remove(key(1))
+    with rig.held_at("write"):
+        assert rig.writer.offer(key(4), payloads(4), broken)
+        assert rig.offer(5)
+        rig.files.broken["write"] = "EIO"
+    assert rig.writer.flush(LONG_S)
+    assert [number for number, _ in rig.released] == [1, 3, 1, 5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_go_on_says_so_and_leaves_nobody_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory_even_for_that(error: Exception) -> None:
+        raise MemoryError
+
+    with rig.held_at("write"):
+        assert rig.offer(2)
+        monkeypatch.setattr(rig.writer, "_fail", no_memory_even_for_that)
+        rig.files.broken["write"] = "EIO"
+    assert rig.writer.flush(LONG_S)
     assert rig.writer.close(LONG_S)
-    assert rig.released == [(1, Outcome.SAVED), (3, Outcome.CANCELLED)]
+    assert rig.released == [(1, Outcome.CANCELLED), (2, Outcome.CANCELLED)]
+    assert rig.events == ["The disk cache keeps nothing more until the model is loaded again."]
     assert not rig.offer(4)
+
+
+def test_news_that_nobody_takes_do_not_end_the_writer(rig: Rig) -> None:
+    def cannot_be_told(event: str) -> None:
+        raise MemoryError
+
+    rig.writer._notify = cannot_be_told
+    rig.files.broken["write"] = "EIO"
+    assert rig.offer(1) and rig.writer.flush(LONG_S)
+    rig.files.broken.clear()
+    rig.offer_when_it_is_taken(2)
+    assert rig.writer.flush(LONG_S)
+    assert rig.released == [(1, Outcome.FAILED), (2, Outcome.SAVED)]

@@ -164,3 +164,14 @@ def test_no_outer_wall_where_memory_is_not_handed_down(
 )
 def test_only_a_failed_allocation_counts_as_one(error: BaseException, expected: bool) -> None:
     assert caps.exhausted(error) is expected
+
+
+def test_the_outer_wall_leaves_room_for_mapped_files_that_come_back(tmp_path: Path) -> None:
+    (tmp_path / "used").write_text(str(100 << 20))
+    outer = caps.OuterCap(tmp_path, "limit", "used")
+    outer.settle(0)
+    outer.move(64 << 20)
+    before = int((tmp_path / "limit").read_text())
+    outer.mapped_bytes = 500 << 20
+    outer.move(64 << 20)
+    assert int((tmp_path / "limit").read_text()) >= before + outer.mapped_bytes

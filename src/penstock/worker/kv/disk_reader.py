@@ -1,29 +1,29 @@
 """Threads that read blocks from the disk into trays, for whoever sent them on an errand.
 
 A disk that hangs holds up these threads and nobody else: what they read is put in a list, and what
-is not wanted any more is not read.
+is not wanted any more is not read. Whatever ends one of them ends the use of the disk, and is told.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import queue
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.tiers import DiskTier
-from penstock.worker.kv.identity import content_digest
+from penstock.memory.gauge import read_ram
+from penstock.tiers import DiskTier, Quota
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
-    from penstock.tiers import Payload, Quota
-
-log = logging.getLogger(__name__)
+    from penstock.tiers import Payload
+    from penstock.wire import LoadSpec
+    from penstock.worker.kv.identity import ModelFiles
 
 _CORES_A_THREAD = 4
 _MOST_THREADS = 4
@@ -34,16 +34,32 @@ def reader_threads() -> int:
     return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_A_THREAD))
 
 
+def short_of_pages() -> bool:
+    """Whether a control group leaves us less memory than the machine has: then what a file's pages
+    take is missing elsewhere. Not meant is the wall that a worker draws around itself later on."""
+    ram = read_ram()
+    return ram.capacity_bytes < ram.physical_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class ShelfSpec:
     """Where KV is kept on disk, how much, and what it is KV of."""
 
     directory: Path
     quota: Quota
-    model: Path  # the folder whose content the KV is a function of
-    digests: Path  # where the digests of its files are remembered
-    numerics: str  # what else it depends on: types, layout, library versions
+    files: ModelFiles  # whose content the KV is a function of
+    digests: Path  # where their digests are remembered
+    numerics: str  # what else it depends on
     label: str
+
+    @classmethod
+    def of(cls, spec: LoadSpec, files: ModelFiles, numerics: str) -> ShelfSpec | None:
+        """None where nothing is to be kept on disk."""
+        quota = Quota.parse(spec.cache_size)
+        if spec.cache_dir is None or spec.profile_dir is None or quota.off:
+            return None
+        digests = Path(spec.profile_dir) / "digests.json"
+        return cls(Path(spec.cache_dir), quota, files, digests, numerics, spec.name)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +82,11 @@ class DiskReader:
     """A model's files, once its identity is known, and the threads that read them."""
 
     def __init__(
-        self, spec: ShelfSpec, payload: Callable[[int], list[Payload]], opened: Callable[[], None]
+        self,
+        spec: ShelfSpec,
+        payload: Callable[[int], list[Payload]],
+        opened: Callable[[DiskTier], None],
+        tell: Callable[[str], None],
     ) -> None:
         self.tier: DiskTier | None = None
         self.trays: queue.SimpleQueue[int] = queue.SimpleQueue()  # to read into
@@ -75,9 +95,11 @@ class DiskReader:
         self._spec = spec
         self._payload = payload
         self._opened = opened
+        self._tell = tell
         self._asked: queue.SimpleQueue[tuple[Errand, int]] = queue.SimpleQueue()
         self.failed = False  # it will not be used
         self._count = reader_threads()
+        self._frugal = short_of_pages()
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -87,7 +109,8 @@ class DiskReader:
 
     def start(self) -> None:
         """Look at the disk."""
-        self._thread(self._open)
+        with self._or_without_disk():
+            self._thread(self._open)
 
     def ask(self, errand: Errand, index: int) -> None:
         """Have a block read."""
@@ -96,38 +119,45 @@ class DiskReader:
     def _thread(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="kv-reader", daemon=True).start()
 
-    def _open(self) -> None:
-        spec = self._spec
+    @contextlib.contextmanager
+    def _or_without_disk(self) -> Iterator[None]:
+        """The edge of a thread: nobody would see it end, and many would wait for it."""
         try:
-            digest = content_digest(spec.model, spec.digests)
-        except OSError as error:
-            log.warning("KV of %s is not kept on disk: %s", spec.label, error)
-            self.failed = True
-            return
-        fingerprint = f"{digest} {spec.numerics}"
-        self.tier = DiskTier(spec.directory, spec.quota, fingerprint, label=spec.label)
-        self._opened()
-        for _ in range(self._count - 1):
-            self._thread(self._read)
-        self._read()
+            yield
+        except Exception as error:  # noqa: BLE001 - no memory, no thread, other files
+            self.failed, self.tier = True, None
+            reason = str(error) or type(error).__name__
+            self._tell(f"KV of {self._spec.label} is not kept on disk: {reason}")
 
-    def _read(self) -> None:
-        assert self.tier is not None
-        while True:
-            # First a tray, then what to read into it: otherwise the later blocks of an errand might
-            # have all of them, while the one that must come first has none.
-            tray: int | None = self.trays.get()
-            while tray is not None:
-                tray = self._read_next(tray)
+    def _open(self) -> None:
+        with self._or_without_disk():
+            spec = self._spec
+            fingerprint = f"{spec.files.digest(spec.digests)} {spec.numerics}"
+            tier = DiskTier(
+                spec.directory, spec.quota, fingerprint, label=spec.label, frugal=self._frugal
+            )
+            self._opened(tier)
+            self.tier = tier
+            for _ in range(self._count - 1):
+                self._thread(lambda: self._read(tier))
+            self._read(tier)
 
-    def _read_next(self, tray: int) -> int | None:
+    def _read(self, tier: DiskTier) -> None:
+        with self._or_without_disk():
+            while True:
+                # First a tray, then what to read into it: otherwise the later blocks of an errand
+                # might have all of them, while the one that must come first has none.
+                tray: int | None = self.trays.get()
+                while tray is not None:
+                    tray = self._read_next(tier, tray)
+
+    def _read_next(self, tier: DiskTier, tray: int) -> int | None:
         """Read what is asked for next; the tray, if it holds nothing of use."""
-        assert self.tier is not None
         errand, index = self._asked.get()
         if errand.dropped or index >= errand.end:
             return tray
         try:
-            whole = self.tier.load(errand.keys[index], self._payload(tray))
+            whole = tier.load(errand.keys[index], self._payload(tray))
         except MemoryError:  # of this process, while a step has all of it
             whole = False
         self.arrived.append((errand, index, tray if whole else None))

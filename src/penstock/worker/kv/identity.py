@@ -1,6 +1,8 @@
-"""What KV is a function of, beside tokens: a digest of the content of a model's files.
+"""What KV is a function of, beside tokens: a model's files, and who computes with what.
 
-Reading gigabytes takes seconds, so each file's digest is remembered with its size and times.
+Reading gigabytes takes seconds, so each file's digest is remembered with its size and times. It is
+taken while the model answers already: of files that are not those it was loaded from, there is
+none.
 """
 
 from __future__ import annotations
@@ -9,40 +11,92 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+import penstock
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from penstock.worker.kv.arena import BlockLayout
 
 _PIECE_BYTES = 1 << 20
 _SUFFIXES = (".safetensors", ".json")
 
 
-def content_digest(folder: Path, remembered: Path) -> str:
-    """A digest of all weights and configs in a folder; OSError if one cannot be read."""
-    known = _read(remembered)
-    files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
-    whole = hashlib.blake2b(digest_size=16)
-    changed = False
-    for file in files:
-        status = file.stat()
-        name = str(file.resolve())
-        seen = [status.st_size, status.st_mtime_ns, status.st_ino]
-        if known.get(name, [])[1:] != seen:
-            known[name] = [_digest(file), *seen]
-            changed = True
-        whole.update(f"{file.name} {known[name][0]}\n".encode())
-    if changed:
-        with contextlib.suppress(OSError):  # then it is computed again next time
-            _write(remembered, known)
-    return whole.hexdigest()
+class FilesChanged(Exception):  # noqa: N818 - what has happened
+    """A model's files are not any more what they were when it was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model is made of, as it was at one moment."""
+
+    folder: Path
+    with_code: bool  # the model's own, which is run if it is trusted
+    stamps: dict[str, tuple[int, int, int]]  # by name: size, time of the last change, inode
+
+    @classmethod
+    def now(cls, folder: Path, *, with_code: bool) -> ModelFiles:
+        """To be taken before anything is read."""
+        files = {file for file in folder.glob("*") if file.suffix in _SUFFIXES}
+        files.update(folder.rglob("*.py") if with_code else ())
+        stamps = {}
+        for file in sorted(files):
+            status = file.stat()
+            stamp = status.st_size, status.st_mtime_ns, status.st_ino
+            stamps[file.relative_to(folder).as_posix()] = stamp
+        return cls(folder, with_code, stamps)
+
+    def digest(self, remembered: Path) -> str:
+        """Of the content of them all; OSError if one cannot be read, FilesChanged if one is not
+        what it was."""
+        known = _read(remembered)
+        whole = hashlib.blake2b(digest_size=16)
+        changed = False
+        for name, stamp in self.stamps.items():
+            file = self.folder / name
+            path = str(file.resolve())
+            if known.get(path, [])[1:] != [*stamp]:
+                known[path] = [_digest(file), *stamp]
+                changed = True
+            whole.update(f"{name} {known[path][0]}\n".encode())
+        # Behind the reading: so it was the same from before the load until here.
+        if ModelFiles.now(self.folder, with_code=self.with_code) != self:
+            raise FilesChanged("its files have changed since it was loaded")
+        if changed:
+            with contextlib.suppress(OSError):  # then it is computed again next time
+                _write(remembered, known)
+        return whole.hexdigest()
+
+
+def numerics(layout: BlockLayout, device: torch.device, kernels: object) -> str:
+    """By what the same files give other KV: types, layout, and all that may round differently or,
+    where weights are random, make others."""
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return " ".join(
+        (
+            f"{layout.dtype} {layout.block_tokens} {layout.layers}",
+            f"{device.type} {processor} {type(kernels).__name__}",
+            f"penstock {penstock.__version__} torch {torch.__version__}",
+            f"transformers {transformers.__version__}",
+        )
+    )
 
 
 def _digest(file: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    failed: list[OSError] = []
+    failed: list[Exception] = []
 
     def read() -> None:
         # A model may be answering already: this thread takes what it leaves.
@@ -52,7 +106,7 @@ def _digest(file: Path) -> str:
             with file.open("rb") as stream:
                 while piece := stream.read(_PIECE_BYTES):
                     digest.update(piece)
-        except OSError as error:
+        except Exception as error:  # of half a file there is no digest
             failed.append(error)
 
     thread = threading.Thread(target=read, name="digest", daemon=True)

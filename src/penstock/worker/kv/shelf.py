@@ -79,7 +79,9 @@ class Shelf:
         writing = max(2, min(QUEUE_BYTES, int(grant_bytes * QUEUE_SHARE)) // self._size)
         reading = 0 if spec is None else max(2 * reader_threads(), READ_BYTES // self._size)
         self._trays = Trays(self._size, writing + reading, most_tier_bytes, arena.device)
-        self._disk = None if spec is None else DiskReader(spec, self._payload, self._open_writer)
+        self._disk = (
+            None if spec is None else DiskReader(spec, self._payload, self._open_writer, self._tell)
+        )
         self._out = copies_for(arena, self._trays, out=True)
         self._in = copies_for(arena, self._trays, out=False)
         self._saving = Saving(self._trays, self._out, self._payload, writing, arena.blocks)
@@ -236,11 +238,10 @@ class Shelf:
     def _payload(self, tray: int) -> list[Payload]:
         return [Payload("attention", self._trays.rows[tray].numpy().data)]
 
-    def _open_writer(self) -> None:
+    def _open_writer(self, tier: DiskTier) -> None:
         """In the reader's thread, when the disk can be used."""
-        assert self._disk_tier is not None
         limit = self.queue_bytes  # the trays bound it sooner
-        self._saving.writer = Writer(self._disk_tier, limit, self._tell)
+        self._saving.writer = Writer(tier, limit, self._tell)
 
     def _tell(self, words: str) -> None:
         log.warning("%s", words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.worker.kv import disk_reader, restoring, trays
 from penstock.worker.kv import shelf as shelf_module
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
 from penstock.worker.kv.disk_reader import ShelfSpec
+from penstock.worker.kv.identity import ModelFiles
 from penstock.worker.kv.shelf import Shelf
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ def spec(tmp_path: Path) -> ShelfSpec:
     model.mkdir()
     (model / "config.json").write_text("{}")
     quota = Quota.parse(str(1 << 30))
-    return ShelfSpec(tmp_path / "kv", quota, model, tmp_path / "digests.json", "float32", "m")
+    files = ModelFiles.now(model, with_code=False)
+    return ShelfSpec(tmp_path / "kv", quota, files, tmp_path / "digests.json", "float32", "m")
 
 
 def until(what: Callable[[], object]) -> None:
@@ -115,8 +118,25 @@ def test_other_weights_find_nothing(arena: Arena, spec: ShelfSpec) -> None:
     shelf = opened(arena, spec)
     save_all(shelf, 1)
     shelf.close(lambda _: None)
-    (spec.model / "config.json").write_text('{"changed": true}')
+    folder = spec.files.folder
+    (folder / "config.json").write_text('{"changed": true}')
+    spec = replace(spec, files=ModelFiles.now(folder, with_code=False))
     assert opened(arena, spec).covers(KEYS) == 0
+
+
+def test_files_that_changed_since_the_load_are_not_the_loaded_ones(
+    arena: Arena, spec: ShelfSpec
+) -> None:
+    (spec.files.folder / "config.json").write_text('{"changed": true}')
+    shelf = Shelf(arena, spec, 1 << 30)
+    shelf.start()
+    until(lambda: shelf._notices)
+    assert shelf.notices() == [
+        "KV of m is not kept on disk: its files have changed since it was loaded"
+    ]
+    assert not spec.directory.exists()
+    shelf.keep(KEYS[0])
+    assert not shelf.offer(lambda _: 1)  # nothing that would be saved one day
 
 
 def test_a_damaged_block_ends_the_errand(arena: Arena, spec: ShelfSpec) -> None:
