@@ -106,7 +106,7 @@ def _digest(file: Path) -> str:
             with file.open("rb") as stream:
                 while piece := stream.read(_PIECE_BYTES):
                     digest.update(piece)
-        except Exception as error:  # of half a file there is no digest
+        except (OSError, MemoryError) as error:  # of half a file there is no digest
             failed.append(error)
 
     thread = threading.Thread(target=read, name="digest", daemon=True)
