@@ -116,13 +116,13 @@ class RequestPool:
         """Book `size` more bytes for a request that holds some, in turn.
 
         `BodyTooLarge` if it can never have them, `Overloaded` after the deadline, or at once if
-        everything is held by such as wait for more: then nobody else would ever give any back.
+        all that requests may have is held by such as wait for more: nobody would give any back.
         """
         if held + size > self._most:
             raise self._too_large(held + size)
         if not self._waiters and self._try(size):
             return
-        if held and held + sum(waiter.held for waiter in self._waiters) >= self._used:
+        if self._used + size > self._most and held + self._held_by_waiters() >= self._used:
             raise self._overloaded(size)
         waiter = _Waiter(size, held)
         self._waiters.append(waiter)
@@ -160,6 +160,9 @@ class RequestPool:
         if size < self._booking.total():
             self._booking.resize({("ram", Purpose.REQUESTS): size})
         self.retry()
+
+    def _held_by_waiters(self) -> int:
+        return sum(waiter.held for waiter in self._waiters)
 
     def _try(self, size: int) -> bool:
         used = self._used + size
