@@ -7,6 +7,7 @@ asked for.
 from __future__ import annotations
 
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,10 +80,16 @@ class Constraints:
         """Whether answers can be constrained at once."""
         return self._grammars is not None
 
-    def prepare(self) -> None:
-        """Begin to read the vocabulary, for whoever may want it."""
-        if self._vocabulary is not None:
-            self._vocabulary.read()
+    def prepare(self) -> bool:
+        """Read the vocabulary for whoever may want it; whether that was still to be done.
+
+        Waits for it: at its highest it takes what a step may, and so nothing may run beside it.
+        Should it fail, the first who wants it will hear of it.
+        """
+        if self._vocabulary is None or self._vocabulary.tried:
+            return False
+        wait([self._vocabulary.read()])
+        return True
 
     @property
     def reading_bytes(self) -> int:

@@ -205,8 +205,9 @@ class GenerateEngine:
 
     def tidy(self) -> float | None:
         """What is left to do while there is no work; when to come again, None for no need."""
-        if self._steps:  # not before somebody has had a first answer
-            self.bench.executor.prepare()
+        # Not before somebody has had a first answer. What reading has left is no step's.
+        if self._steps and self.bench.executor.prepare():
+            self._memory.relieve()
         if self.shelf is not None and self.shelf.offer(self._scheduler.cache.find):
             return _TIDY_S
         return None

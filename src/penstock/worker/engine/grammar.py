@@ -76,6 +76,11 @@ class Vocabulary:
         return self._reading
 
     @property
+    def tried(self) -> bool:
+        """Whether reading it is over, well or not."""
+        return self._reading is not None and self._reading.done()
+
+    @property
     def known(self) -> Grammars | None:
         """What it has come to, if it has been read."""
         reading = self._reading

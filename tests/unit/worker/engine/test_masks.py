@@ -11,12 +11,14 @@ import torch
 
 from penstock.text.grammar import Format, Grammar, body_of
 from penstock.wire import Sampling, Submit, Thinking
-from penstock.worker.engine.grammar import Grammars, Masks
+from penstock.worker.engine.executor import Constraints
+from penstock.worker.engine.grammar import Grammars, Masks, Vocabulary
 from penstock.worker.engine.sampler import sample
 from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # One token per byte, some words, and three special tokens.
 WORDS = [b"true", b'{"', b'":', b"ab"]
@@ -198,3 +200,11 @@ def test_random_walks_stay_within_a_schema(grammars: Grammars) -> None:
         value = json.loads(text)
         assert value["b"] == 1
         assert 0 <= value["a"] <= 99
+
+
+def test_nothing_runs_while_the_vocabulary_is_read(starter_folder: Path) -> None:
+    constraints = Constraints(Vocabulary(starter_folder, 49_152))
+    assert not constraints.constrains
+    assert constraints.prepare()
+    assert constraints.constrains  # when it comes back, not some time later
+    assert not constraints.prepare()
