@@ -119,9 +119,9 @@ class GenerateEngine:
         # Tokenizers have tokens that the model has no row for, as of images; one of them would
         # fail the step of everybody.
         known = range(self.bench.vocabulary)
-        if strange := {min(prompt), max(prompt)}.difference(known):
+        if strange := [token for token in (min(prompt), max(prompt)) if token not in known]:
             message = (
-                f"the prompt has token {min(strange)}, which the model does not know: its "
+                f"the prompt has token {strange[0]}, which the model does not know: its "
                 f"vocabulary has {len(known)} tokens"
             )
             return Failure(BadRequest.code, message)

@@ -29,16 +29,20 @@ _CORES_A_THREAD = 4
 _MOST_THREADS = 4
 
 
+# A group that has more can keep file pages beside its models, and reads them back faster.
+PAGES_SCARCE_BYTES = 16 << 30
+
+
 def reader_threads() -> int:
     """How many read at once: one reads and checks a good GB a second."""
     return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // _CORES_A_THREAD))
 
 
 def short_of_pages() -> bool:
-    """Whether a control group leaves us less memory than the machine has: then what a file's pages
+    """Whether a control group leaves us little of the machine's memory: then what pages of files
     take is missing elsewhere. Not meant is the wall that a worker draws around itself later on."""
     ram = read_ram()
-    return ram.capacity_bytes < ram.physical_bytes
+    return ram.capacity_bytes < min(ram.physical_bytes, PAGES_SCARCE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,13 +121,14 @@ def test_what_cannot_be_opened_is_told_and_not_used(
 
 
 @pytest.mark.parametrize(
-    ("limits", "frugal"), [((), False), ((1 << 40,), False), ((1 << 40, 1 << 30), True)]
+    ("limits", "frugal"),
+    [((), False), ((1 << 41,), False), ((1 << 36,), False), ((1 << 41, 1 << 30), True)],
 )
-def test_file_pages_are_spared_where_a_group_has_less_than_the_machine(
+def test_file_pages_are_spared_where_a_group_has_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], frugal: bool
 ) -> None:
     groups = tuple(GroupReading(limit, 0) for limit in limits)
-    reading = RamReading(1 << 34, 1 << 34, min(limits, default=None), None, groups)
+    reading = RamReading(1 << 40, 1 << 40, min(limits, default=None), None, groups)
     monkeypatch.setattr(disk_reader, "read_ram", lambda: reading)
     rig = Rig(tmp_path)
     # What the worker draws around itself after that is no shortage.
