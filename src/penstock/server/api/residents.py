@@ -91,11 +91,12 @@ async def _stream_load(exchange: Exchange, services: Services, card: Card) -> No
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
             progress = _row(card, services).get("progress")
+            news = progress is not None and progress != told  # none: it has just come to its end
             silent_s = time.monotonic() - told_at
-            if progress == told and silent_s < services.config.server.keepalive_after_s:
+            if not news and silent_s < services.config.server.keepalive_after_s:
                 continue
-            await _write(exchange, KEEP_ALIVE if progress == told else event(progress))
-            told, told_at = progress, time.monotonic()
+            await _write(exchange, event(progress) if news else KEEP_ALIVE)
+            told, told_at = progress if news else told, time.monotonic()
         await task
         await _write(exchange, event(_row(card, services)), more=False)
     finally:
