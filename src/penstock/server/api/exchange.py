@@ -106,7 +106,7 @@ class Exchange:
 
     async def apart(self, work: Callable[[], Result]) -> Result:
         """Do something with the body: beside the event loop, if the body is large."""
-        return work() if self._body_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+        return await beside(self._body_bytes, work)
 
     async def _read(self, booked: int) -> bytes:
         """All chunks; those beyond what is booked are booked as they come."""
@@ -245,6 +245,11 @@ def _unfinished(held: int) -> BadRequest:
     )
 
 
+async def beside(size: int, work: Callable[[], Result]) -> Result:
+    """Do something with so many bytes: in a thread, if they are many."""
+    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
 async def _end(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what still runs and wait until it has cleaned up."""
     for task in tasks:
@@ -262,9 +267,7 @@ _LONE_SURROGATE = re.compile(
 
 async def decode_json(decoder: msgspec.json.Decoder[Result], body: bytes) -> Result:
     """The body as the decoder's type; a large one is decoded in a thread."""
-    if len(body) <= _INLINE_BYTES:
-        return _decode(decoder, body)
-    return await asyncio.to_thread(_decode, decoder, body)
+    return await beside(len(body), partial(_decode, decoder, body))
 
 
 def _decode(decoder: msgspec.json.Decoder[Result], body: bytes) -> Result:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -69,9 +70,11 @@ async def create(exchange: Exchange, services: Services) -> None:
 async def _prepare(exchange: Exchange, fields: ResponseFields, services: Services) -> Job:
     previous = fields.previous_response_id
     if previous is None:
-        return await prepare(exchange, fields.conversation_after([]), services)
+        asked = await exchange.apart(partial(fields.conversation_after, []))
+        return await prepare(exchange, asked, services)
     async with earlier_items(exchange, previous, services.responses.store) as earlier:
-        return await prepare(exchange, fields.conversation_after(earlier), services)
+        asked = await exchange.apart(partial(fields.conversation_after, earlier))
+        return await prepare(exchange, asked, services)
 
 
 async def retrieve(exchange: Exchange, services: Services) -> None:

@@ -6,30 +6,26 @@ decoded beside the event loop.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.errors import BadRequest, UnknownResponse
 from penstock.memory.requests import BODY_FACTOR, decoded_bytes
+from penstock.server.api.exchange import beside
 from penstock.server.api.responses_fields import Item
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from penstock.memory.requests import Share
     from penstock.server.api.exchange import Exchange
     from penstock.server.response_store import ResponseStore, StoredResponse
 
-Result = TypeVar("Result")
-
 _LONGEST_CHAIN = 1000
 _SENT_FACTOR = 2  # as it was read, and on its way to the client
-# Below this a decode takes less time than a thread switch.
-_INLINE_BYTES = 64 << 10
 
 
 class _Said(msgspec.Struct):
@@ -58,9 +54,9 @@ async def earlier_items(
         chain = await store.chain(previous, exchange.owner, _LONGEST_CHAIN)
         if chain is None:
             raise _not_stored(previous)
-        needed = await _beside(size, partial(_decoded_bytes, chain))
+        needed = await beside(size, partial(_decoded_bytes, chain))
         async with _booked(exchange.share, needed - BODY_FACTOR * size):
-            yield await _beside(size, partial(_items, chain))
+            yield await beside(size, partial(_items, chain))
 
 
 async def send_stored(exchange: Exchange, store: ResponseStore) -> None:
@@ -73,16 +69,16 @@ async def send_input(exchange: Exchange, store: ResponseStore) -> None:
     """Answer with what that response was asked, the latest first."""
     async with _found(exchange, store, BODY_FACTOR) as stored:
         size = len(stored.input)
-        needed = await _beside(size, partial(decoded_bytes, stored.input))
+        needed = await beside(size, partial(decoded_bytes, stored.input))
         async with _booked(exchange.share, needed - BODY_FACTOR * size):
-            page = await _beside(size, partial(_page, stored))
+            page = await beside(size, partial(_page, stored))
             await exchange.send_bytes(page, "application/json")
 
 
 async def is_background(exchange: Exchange, store: ResponseStore) -> bool:
     """Whether that response was to be made without its client."""
     async with _found(exchange, store, _SENT_FACTOR) as stored:
-        return (await _beside(len(stored.body), partial(_kind.decode, stored.body))).background
+        return (await beside(len(stored.body), partial(_kind.decode, stored.body))).background
 
 
 async def check_stored(exchange: Exchange, store: ResponseStore) -> str:
@@ -122,11 +118,6 @@ async def _booked(share: Share, size: int) -> AsyncIterator[None]:
         yield
     finally:
         share.shrink(size)
-
-
-async def _beside(size: int, work: Callable[[], Result]) -> Result:
-    """Do something with so many bytes, beside the event loop if they are many."""
-    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def _decoded_bytes(chain: list[StoredResponse]) -> int:
