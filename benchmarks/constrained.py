@@ -9,14 +9,19 @@ is the median over all decode steps. Compiling happens beside the prefill and is
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from benchmarks.engine import prompts
 from benchmarks.report import record, starter_folder
-from penstock.text.grammar import Format, checked_grammar
+from penstock.testing.grammar_hosts import LocalHost, checked_grammar
+from penstock.text.grammars.grammar import Format
 from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.loading import load_engine
 
@@ -41,8 +46,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.model or starter_folder()
     spec = LoadSpec(folder.name, str(folder), "cpu", "float32", memory_bytes=2 << 30)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    host = LocalHost.of_model(folder, vocabulary)
+    spec = structs.replace(spec, grammar_fd=os.dup(host.worker_end.fileno()))
     engine = load_engine(spec, lambda *_: None)
-    grammar = checked_grammar(Format("json_schema", SCHEMA))
+    grammar = host.key(checked_grammar(Format("json_schema", SCHEMA)))
     free: list[float] = []
     held: list[float] = []
     _round(engine, grammar)  # compiled and warm
@@ -56,9 +64,10 @@ def main() -> None:
         "ratio": round(after / before, 3),
     }
     record("constrained", figures)
+    host.close()
 
 
-def _round(engine: Any, grammar: str | None) -> list[float]:
+def _round(engine: Any, grammar: bytes | None) -> list[float]:
     """Seconds of each step in which every stream decodes."""
     for number, prompt in enumerate(prompts(STREAMS, 60, 40_000)):
         how = Sampling(temperature=1.0, seed=number)

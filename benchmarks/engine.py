@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.report import record, starter_folder
-from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.server.processes.fork_server_client import WORKER_ENVIRONMENT
 from penstock.wire import LoadSpec, Sampling, Submit
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ def _answer(measure: Callable[[str, int], list[float]]) -> None:
 
 
 def _ours(folder: Path) -> Callable[[str, int], list[float]]:
-    from penstock.worker.loading import load_engine
+    from penstock.worker.loading import load
 
     spec = LoadSpec(folder.name, str(folder), "cpu", "float32", memory_bytes=2 << 30)
-    engine = load_engine(spec, lambda *_: None)
-    vocabulary = engine.model.config.vocab_size
+    engine, context = load(spec, lambda *_: None)
+    vocabulary = context.vocabulary
 
     def measure(what: str, size: int) -> list[float]:
         if what == "decode":

@@ -22,7 +22,7 @@ from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.core.engine import GenerateEngine
 
 STEPS = 20
 SHOWN = 16  # kernels; the rest is one line
@@ -45,8 +45,8 @@ def main() -> None:
             capped=False,
         )
         engine = load_engine(spec, lambda *_: None)
-    for count in streams:
-        record("gpu_kernels", {"streams": count, **_steps(engine, count, options.context)})
+    found = {f"{count} streams": _steps(engine, count, options.context) for count in streams}
+    record("gpu_kernels", found)
 
 
 def _steps(engine: GenerateEngine, count: int, context: int) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def _steps(engine: GenerateEngine, count: int, context: int) -> dict[str, Any]:
         for _ in range(STEPS):
             engine.step()
         torch.cuda.synchronize()
-    engine.drop_all()
+    for number in range(count):
+        engine.cancel(number)
     while engine.has_work():
         engine.step()
     times: collections.Counter[str] = collections.Counter()

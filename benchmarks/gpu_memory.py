@@ -29,7 +29,7 @@ import httpx
 from benchmarks.report import record
 from benchmarks.serving import wait_until_ready
 from penstock.config.parsers import parse_size
-from penstock.memory.gauge import read_gpus
+from penstock.memory.readings.gauge import read_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ LARGE = 0.8  # steps are large whose prediction is at least this share of the la
 _GAUGES = {
     "predicted": "penstock_step_predicted_bytes",
     "measured": "penstock_step_measured_bytes",
-    "exhausted": "penstock_steps_exhausted_total",
+    "exhausted": "penstock_oom_steps_total",
 }
 
 _BALLAST = """

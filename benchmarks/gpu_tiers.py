@@ -121,9 +121,9 @@ def main() -> None:
             after = figures(client)
         restored = {name: after[name] - before.get(name, 0.0) for name in after}
         assert restored["penstock_kv_ram_hits_total"], f"nothing came from RAM: {after}"
-        rate = restored["penstock_kv_restored_bytes_total"]
-        rate /= restored["penstock_kv_restored_seconds_total"]
-        token_bytes = restored["penstock_kv_restored_bytes_total"] / (ROUNDS * sum(found.values()))
+        rate = restored["penstock_kv_onloaded_bytes_total"]
+        rate /= restored["penstock_kv_onload_seconds_sum"]
+        token_bytes = restored["penstock_kv_onloaded_bytes_total"] / (ROUNDS * sum(found.values()))
         record(
             "gpu_tiers ram",
             {
@@ -173,8 +173,8 @@ def _disk(home: Path, length: int, memory: str) -> None:
                 learned["penstock_kv_disk_read_bytes_per_second"] / 1e9, 2
             ),
             "restored_gb_per_s": round(
-                learned["penstock_kv_restored_bytes_total"]
-                / max(learned["penstock_kv_restored_seconds_total"], 1e-9)
+                learned["penstock_kv_onloaded_bytes_total"]
+                / max(learned["penstock_kv_onload_seconds_sum"], 1e-9)
                 / 1e9,
                 2,
             ),

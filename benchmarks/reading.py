@@ -3,7 +3,7 @@
     python -m benchmarks.reading
 
 No model runs: the parsers get text in pieces of four characters, as tokens come. Prints
-microseconds per token; the bound in `docs/proof.md` is 100.
+microseconds per token; 100 are allowed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from functools import partial
 
 import numpy as np
 
-from penstock.server.api.errors import event
-from penstock.text.grammar import Format, checked_grammar
+from penstock.server.http.errors import event
+from penstock.testing.grammar_hosts import LocalHost, checked_grammar
+from penstock.text.grammars.grammar import Format
 from penstock.text.parsing import Parse, Parsing, Source
 from penstock.text.reasoning import FAMILIES, read_reasoning
 from penstock.text.tools import DIALECTS
 from penstock.text.tools.dialect import Tool
 from penstock.wire import Sampling, Submit
 from penstock.worker.engine.grammar import Grammars
-from penstock.worker.scheduling.sequence import Sequence
+from penstock.worker.engine.requests import RequestState
 
 TOKENS = 4000
 TOOL = Tool("weather", {"type": "function", "function": {"name": "weather"}})
@@ -51,19 +52,20 @@ def thinking(source: Source, dialect: str) -> Parse[None]:
 def masks() -> float:
     """Microseconds for one mask of JSON, mean over an object of many texts."""
     tokens = [bytes([value]) for value in range(256)] + [b"<stop>"]
-    grammars = Grammars(tokens, [256])
-    grammar = checked_grammar(Format("json_object"))
-    sequence = Sequence(Submit(1, [1], 9, Sampling(), [256], grammar=grammar), 0)
+    host = LocalHost.of_tokens(tokens, [256])
+    grammars = Grammars(len(tokens), host.worker_end)
+    grammar = host.key(checked_grammar(Format("json_object")))
+    sequence = RequestState(Submit(1, [1], 9, Sampling(), [256], grammar=grammar))
     grammars.add(sequence.request)
     text = json.dumps({f"key {number}": "some text" for number in range(40)}).encode()
     times = []
     for token in text:
         started = time.perf_counter()
-        pending = grammars.begin([sequence])
-        assert pending is not None
-        pending.result()
+        assert grammars.begin([sequence])
+        grammars.collect(1)
         times.append(time.perf_counter() - started)
-        sequence.tokens.append(token)
+        sequence.extend([token])
+    host.close()
     return 1e6 * float(np.mean(times))
 
 

@@ -21,10 +21,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.report import STARTER, median, percentile, record, starter_folder
-from penstock.memory.admission import ModelRoom, RequestNeed, Resident, decide, owner_of
+from penstock.memory.admission import ModelCapacity, RequestNeed, decide, owner_of
+from penstock.memory.clients.requests import RequestPool
+from penstock.memory.cost import GroupCost, KvCost
+from penstock.memory.domains import RAM
+from penstock.memory.eviction import ModelUsage
 from penstock.memory.ledger import Ledger, Purpose
-from penstock.memory.requests import RequestPool
-from penstock.server.queue import Capacity, Lane
+from penstock.server.pipeline.queue import Capacity, ModelQueue
 from penstock.testing.served import Served, served
 
 TOKENS = 110_000
@@ -35,35 +38,38 @@ ROUNDS = 7
 
 async def time_decide() -> None:
     """`decide` on a fresh snapshot each time, while the line and the pool are full."""
-    ledger = Ledger({"ram": 64 << 30}, {"ram": 96 << 30}, {"ram": 1 << 28})
+    ledger = Ledger({RAM: 64 << 30}, {RAM: 96 << 30}, {RAM: 1 << 28})
     for name in range(8):
-        ledger.reserve(owner_of(str(name)), {("ram", p): 1 << 28 for p in Purpose})
+        ledger.reserve(owner_of(str(name)), {(RAM, p): 1 << 28 for p in Purpose})
     pool = RequestPool(ledger, 1 << 28, 1 << 30, 600)
-    lane = Lane("m", most_requests=QUEUED, most_bytes=1 << 40, deadline_s=600)
-    lane.capacity = lambda: Capacity(1, 1, 0)
+    queue = ModelQueue("m", max_requests=QUEUED, max_bytes=1 << 40, deadline_s=600)
+    queue.capacity = lambda: Capacity(1, 1, 0)
 
     async def wait_in_line(number: int) -> None:
-        with pool.share() as share, lane.visit(f"key {number % 50}", 0, 4000) as visit:
-            await share.grow(4000)
-            async with visit.turn(1 << 20, 100):
+        with (
+            pool.request_memory() as memory,
+            queue.request(f"key {number % 50}", 0, 4000) as queued,
+        ):
+            await memory.grow(4000)
+            async with queued.slot(1 << 20, 100):
                 await asyncio.sleep(3600)
 
     crowd = [asyncio.ensure_future(wait_in_line(number)) for number in range(QUEUED)]
     await asyncio.sleep(0)
-    room = ModelRoom("m", "ram", 131_072, 1 << 17, 16, 4 << 30, 1 << 30)
-    residents = [
-        Resident(str(n), "ram", 1 << 30, 1 << 30, 0, 1 << 20, True, n == 0, float(n))
+    capacity = ModelCapacity("m", RAM, 131_072, KvCost((GroupCost(1 << 21),), 16), 4 << 30, 1 << 30)
+    usages = [
+        ModelUsage(str(n), RAM, 1 << 30, 1 << 30, 0, 1 << 20, True, n == 0, float(n))
         for n in range(8)
     ]
-    moving = ledger.reserve("moving", {("ram", Purpose.REQUESTS): 1})
+    moving = ledger.reserve("moving", {(RAM, Purpose.REQUESTS): 1})
     times: list[float] = []
     for call in range(CALLS):
-        moving.resize({("ram", Purpose.REQUESTS): 1 + call % 2})
+        moving.resize({(RAM, Purpose.REQUESTS): 1 + call % 2})
         need = RequestNeed(call % 200_000, 256)
         started = time.perf_counter()
-        decide(need, ledger.snapshot(), room, residents)
+        decide(need, ledger.snapshot(), capacity, usages)
         times.append((time.perf_counter() - started) * 1e6)
-    assert lane.waiting >= QUEUED - 10
+    assert queue.waiting >= QUEUED - 10
     for task in crowd:
         task.cancel()
     await asyncio.gather(*crowd, return_exceptions=True)
@@ -122,9 +128,8 @@ def time_refusals() -> None:
                     whole.append(1e3 * taken)
                     rest.append(1e3 * (taken - (tokenising_s(server) - before)))
                 record(
-                    "refusal",
+                    f"refusal {name}",
                     {
-                        "prompt": name,
                         "body_bytes": len(body),
                         "median_ms": round(median(whole), 1),
                         "beside_tokenising_ms": round(median(rest), 1),

@@ -21,18 +21,22 @@ import msgspec
 from benchmarks.report import median, record, starter_folder
 from penstock import wire
 from penstock.catalog.card import read_card
-from penstock.server.api import anthropic, chat, responses
-from penstock.server.api.generation import AnswerForm, Job, Piece, Usage, _Reading
-from penstock.server.api.messages import openai_tool_use
-from penstock.server.api.ollama_answer import ChatAnswer
-from penstock.server.api.responses_fields import ResponseFields
-from penstock.text.manner import Manner, Thinking
+from penstock.server.pipeline.generation import Job, Usage
+from penstock.server.pipeline.pieces import AnswerReading, Piece
+from penstock.server.protocols.anthropic import messages as anthropic
+from penstock.server.protocols.ollama.answer import ChatAnswer
+from penstock.server.protocols.ollama.fields import OllamaChatFields
+from penstock.server.protocols.openai import chat
+from penstock.server.protocols.openai.responses_answer import ResponseAnswer
+from penstock.server.protocols.openai.responses_fields import ResponseFields
+from penstock.server.protocols.tool_fields import openai_tool_use
+from penstock.text.chat_format import ChatFormat, OutputSpec, Thinking
 from penstock.text.parsing import Parsing
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from penstock.server.api.answers import Renderer
+    from penstock.server.pipeline.answers import Answer
 
 STREAMS = 8
 CALLS = "".join(
@@ -72,11 +76,11 @@ def main() -> None:
 
 
 def _job(folder: Path, tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Job:
-    manner = Manner.of(tokenizer)
-    assert manner is not None
+    chat_format = ChatFormat.of(tokenizer)
+    assert chat_format is not None
     fields = msgspec.convert({**ASKED, "tools": msgspec.Raw(b"")}, chat.ChatFields)
     use = openai_tool_use(msgspec.Raw(json.dumps(tools).encode()), None, None)
-    plan = manner.answer("", use, None, Thinking())
+    plan = chat_format.answer("", use, None, Thinking())
     return Job(
         card=read_card(folder),
         tokenizer=tokenizer,
@@ -86,29 +90,32 @@ def _job(folder: Path, tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Job
         max_tokens=None,
         sampling=wire.Sampling(),
         stop_token_ids=[],
-        form=AnswerForm(plan.parser, plan.visible),
+        output=OutputSpec(plan.parser, plan.visible),
     )
 
 
-def _renderer(job: Job, name: str) -> Renderer:
+def _renderer(job: Job, name: str) -> Answer:
+    none: Any = None
     match name:
         case "chat":
             assert isinstance(job.fields, chat.ChatFields)
-            return chat._Answer(job, job.fields)
+            return chat._Answer(job, job.fields, "fp")
         case "messages":
             return anthropic._Answer("id", job)
         case "responses":
             fields = msgspec.convert({**ASKED, "store": False}, ResponseFields)
-            nowhere: Any = None
-            return responses._Answer(job, fields, "", nowhere)
-    return ChatAnswer(job.card.name)
+            return ResponseAnswer(job, fields, "", none)
+    asked = OllamaChatFields(model=job.card.name)
+    return ChatAnswer(asked, job, none, none)
 
 
 def _round(job: Job, name: str, tokens: list[int]) -> float:
     """Seconds for one token of one stream."""
     streams = [
         (
-            _Reading(TextStream(job.tokenizer, visible=job.form.visible), Parsing(job.form.parser)),
+            AnswerReading(
+                TextStream(job.tokenizer, visible=job.output.visible), Parsing(job.output.parser)
+            ),
             _renderer(job, name),
         )
         for _ in range(STREAMS)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.report import median
+from benchmarks.report import median, record
 from penstock.tiers import DiskTier, Outcome, Payload, Quota
 
 if TYPE_CHECKING:
@@ -105,9 +105,8 @@ def main() -> None:
     try:
         for name, block in BLOCKS.items():
             rounds = [measure(place, block, options.total_mb << 20) for _ in range(options.rounds)]
-            print(f"{name}, blocks of {block} bytes, GB/s:")
-            for what in rounds[0]:
-                print(f"  {what:18} {median([each[what] for each in rounds]):6.2f}")
+            medians = {what: median([each[what] for each in rounds]) for what in rounds[0]}
+            record(f"tiers {name}", {what: round(value, 2) for what, value in medians.items()})
     finally:
         shutil.rmtree(place)
 

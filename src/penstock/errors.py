@@ -5,17 +5,22 @@
     │   ├── ContextTooLong    400  the prompt can never fit (window or memory)
     │   └── NoThreads         400  a conversation that the server is to keep
     ├── Unauthorized          401
-    ├── Forbidden             403  a Host or Origin that this server does not answer to
+    ├── Forbidden             403  a Host or Origin that this server does not answer to, or no admin
     ├── UnknownModel          404
     ├── UnknownResponse       404  no stored response of that id
     ├── UnknownRoute          404  no such address
     ├── MethodNotAllowed      405
+    ├── BodyTooSlow           408  the body did not come in time
     ├── BodyTooLarge          413
+    ├── Cancelled             499  an operator has ended the request
+    ├── UnknownEncoding       415  a body compressed in a way that is not understood
     ├── Overloaded            503  queue full or deadline passed
     ├── WorkerLost            503  the model's process died before the first byte
+    ├── StoreUnavailable      507  responses cannot be stored: the disk is full or read-only
     ├── ModelTooLarge         507  can never be loaded under the limit
     ├── ModelUnusable         400  the files cannot be served (unreadable, unknown architecture)
     ├── PullFailed            502  a model could not be fetched or stored
+    ├── QuantizeFailed        507  a quantised model could not be made or stored
     └── InternalError         500  our own fault
 
 A message is a sentence the reader can act on: what happened, the numbers, the knob.
@@ -24,6 +29,14 @@ A message is a sentence the reader can act on: what happened, the numbers, the k
 from __future__ import annotations
 
 from typing import Any, ClassVar
+
+# No sentence of ours is longer; what is was made so by a client's own words.
+_MAX_CHARACTERS = 4000
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """What a client sent, as far as it can be repeated to it and in logs."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 class PenstockError(Exception):
@@ -42,9 +55,10 @@ class PenstockError(Exception):
         retry_after_s: float | None = None,
         numbers: dict[str, Any] | None = None,
     ) -> None:
+        message = shortened(message, _MAX_CHARACTERS)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else shortened(param)
         self.retry_after_s = retry_after_s
         # The `penstock` object inside `error`: reason, domain, needed_* and limit_*.
         self.numbers = numbers
@@ -124,12 +138,36 @@ class MethodNotAllowed(PenstockError):  # noqa: N818
         self.allowed = allowed
 
 
+class BodyTooSlow(PenstockError):  # noqa: N818
+    """The request body did not come in time."""
+
+    status = 408
+    code = "request_timeout"
+    anthropic = (408, "timeout_error")
+
+
+class UnknownEncoding(PenstockError):  # noqa: N818
+    """The request body is compressed in a way that is not understood."""
+
+    status = 415
+    code = "unsupported_encoding"
+    anthropic = (415, "invalid_request_error")
+
+
 class BodyTooLarge(PenstockError):  # noqa: N818
     """The request body is over the limit."""
 
     status = 413
     code = "request_too_large"
     anthropic = (413, "request_too_large")
+
+
+class Cancelled(PenstockError):  # noqa: N818
+    """An operator has ended the request; no client should send it again by itself."""
+
+    status = 499
+    code = "cancelled"
+    anthropic = (499, "api_error")
 
 
 class Overloaded(PenstockError):  # noqa: N818
@@ -156,11 +194,26 @@ class ModelTooLarge(PenstockError):  # noqa: N818
     anthropic = (507, "api_error")
 
 
+class StoreUnavailable(PenstockError):  # noqa: N818
+    """Stored responses cannot be written or read: the disk is full, read-only or damaged."""
+
+    status = 507
+    code = "storage_unavailable"
+    anthropic = (507, "api_error")
+
+
 class PullFailed(PenstockError):  # noqa: N818
     """A model could not be fetched or stored: no network, no such package, no room."""
 
     status = 502
     code = "pull_failed"
+
+
+class QuantizeFailed(PenstockError):  # noqa: N818
+    """A quantised model could not be made: no room for it, or its name is taken."""
+
+    status = 507
+    code = "quantize_failed"
 
 
 class InternalError(PenstockError):
@@ -184,6 +237,7 @@ _BY_CODE: dict[str, type[PenstockError]] = {
         WorkerLost,
         ModelTooLarge,
         PullFailed,
+        QuantizeFailed,
         InternalError,
     )
 }

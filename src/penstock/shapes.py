@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ModelUnusable, UnknownModel
+from penstock.errors import ModelUnusable, UnknownModel, shortened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +60,26 @@ def _qwen3(**fields: Any) -> dict[str, Any]:
         **fields,
     }
 
+
+_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+_FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_INT4_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 128},
+        }
+    },
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny-llama": _llama(
@@ -114,24 +134,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         tie_word_embeddings=True,
     ),
-    "qwen3-8b": _qwen3(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    ),
+    "qwen3-8b": _qwen3(**_8B),
+    # The same with the weights of its layers packed.
+    "qwen3-8b-fp8": _qwen3(**_8B, quantization_config=_FP8_BLOCKS),
+    "qwen3-8b-int4": _qwen3(**_8B, quantization_config=_INT4_GROUPS),
+    "qwen3-8b-q4_k": _qwen3(**_8B, quantization_config={"quant_method": "gguf", "block": "Q4_K"}),
     # The same with a window for long contexts.
-    "qwen3-8b-128k": _qwen3(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-        max_position_embeddings=131072,
-    ),
+    "qwen3-8b-128k": _qwen3(**{**_8B, "max_position_embeddings": 131072}),
     # 128 experts of which 8 see a token: 30 billion weights, 3 billion of them for each.
     "qwen3-30b-a3b": _qwen3(
         architectures=["Qwen3MoeForCausalLM"],
@@ -157,7 +166,7 @@ def shape_config(name: str) -> dict[str, Any]:
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
         raise UnknownModel(
-            f"There is no shape {shape!r}; the shapes are {', '.join(sorted(SHAPES))}."
+            f"There is no shape {shortened(shape)!r}; the shapes are {', '.join(sorted(SHAPES))}."
         )
     end_ids = [_BYTES + _SPECIALS.index(END), _BYTES + _SPECIALS.index(TURN_END)]
     return {**SHAPES[shape], "bos_token_id": _BYTES, "eos_token_id": end_ids}

@@ -1,4 +1,4 @@
-"""What the server and a worker say to each other, and the frames it travels in.
+"""What the server and a worker say to each other, and the frames of all our sockets.
 
 One Unix stream socket per worker. A frame is four bytes of length (big endian) and one msgpack
 message. The worker sends one `Step` frame per engine step, whatever the number of requests in it.
@@ -8,8 +8,9 @@ End of file is death, in both directions.
 from __future__ import annotations
 
 import struct
+from array import array
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,9 +18,14 @@ from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the an
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterable, Mapping, Sequence
+
+    TokenIds = Sequence[int]
+else:
+    TokenIds = array  # four bytes a token, in a process as on the wire
 
 MAX_FRAME_BYTES = 256 << 20  # a guard against a broken peer, far above any real message
-_HEADER = struct.Struct(">I")
+HEADER = struct.Struct(">I")
 
 
 class Reserve(Enum):
@@ -29,29 +35,59 @@ class Reserve(Enum):
     WORST_CASE = "worst_case"  # all it may ever hold: nobody ever gives way
 
 
+class EngineKind(Enum):
+    """What a worker makes of the model it loads."""
+
+    GENERATE = "generate"
+    ENCODE = "encode"  # vectors and scores: without KV
+
+
 class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which model a worker loads and within what; it gets this at its birth."""
 
     name: str
     path: str  # a model folder in Hugging Face layout
     device: str  # "cpu" or "cuda:0", already resolved
-    dtype: str  # "auto", "float32", "bfloat16", "float16"
+    dtype: str  # "auto", "float32", "bfloat16", "float16", or a format of weights made at load
     memory_bytes: int  # the grant: KV and the largest step together, weights aside
     largest_memory_bytes: int | None = None  # the most a later `Grant` may come to; None: this one
     kv_tokens: int | None = None  # the user's own size of the KV; None: what the grant leaves
+    kv_dtype: str = "auto"  # as in the settings
     profile_dir: str | None = None  # where measured costs are kept between loads
     cache_dir: str | None = None  # where KV is kept on disk
     cache_size: str = "auto"  # how much of it, as in the config
     tier_bytes: int = 0  # the most RAM that a `Grant` may ever give to KV of another device
     reserve: Reserve = Reserve.EXPECTED
     capped: bool = True  # enforce the grant; off where several engines share a process
+    window: int | None = None  # of the model, as the catalog has it; None: it is read there
     max_context: int | None = None  # the user's own limit below the model's window
     step_tokens: int = 1024  # the most tokens computed in one step
     step_sequences: int = 64  # the most sequences in one step
     step_target_s: float | None = None  # chunks shrink to keep a step near this
     threads: int | None = None  # CPU threads; None: the machine's cores
     trust_remote_code: bool = False
+    speculation: str = "off"  # "auto": steps verify guessed tokens where the device can
+    grammar_fd: int | None = None  # leads to the model's grammar host; set where it is born
     yields: bool = False  # other models serve, and come first while this one is loaded
+    engine: EngineKind = EngineKind.GENERATE
+    pooling: str | None = None  # how an encoder's rows become one, where its files do not say
+
+
+def token_ids(ids: Iterable[int]) -> array[int]:
+    """Token ids, packed."""
+    return array("i", ids)
+
+
+class LogitBias(msgspec.Struct, frozen=True, array_like=True):
+    """What is added to the logits of some tokens: each once, packed as they are computed with."""
+
+    ids: bytes  # int32
+    values: bytes  # float32
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float]) -> LogitBias:
+        """Token id to bias."""
+        return cls(token_ids(biases).tobytes(), array("f", biases.values()).tobytes())
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +100,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    penalty_window: int = 0  # tokens, of prompt and answer, that penalties count; 0: no window
+    logit_bias: LogitBias | None = None
+    allowed_ids: bytes = b""  # int32: no other token is chosen; empty: any may be
     seed: int = 0  # every random number is a function of (seed, position)
     logprobs: int | None = None  # None: off; else how many alternatives besides the chosen token
 
@@ -78,20 +116,32 @@ class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
     budget: int | None = None  # tokens
 
 
+class Encoding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A vector or a score of a text is wanted, and no token."""
+
+    dimensions: int | None = None  # of the vector; None: all
+    second: int | None = None  # of a pair: the first token of the second text's segment
+    skipped: int = 0  # tokens before the text, a prompt's, that pooling may have to leave out
+    raw: bool = False  # a score before its activation
+
+
 class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     """A request: token ids in, tokens out. `id` is unique in the life of the worker."""
 
     id: int
-    prompt: list[int]
+    prompt: TokenIds
     max_tokens: int
     sampling: Sampling
-    stop_token_ids: list[int] = []  # end-of-sequence ids included, unless the client ignores them
+    # End-of-sequence ids included, unless the client ignores them.
+    stop_token_ids: TokenIds = msgspec.field(default_factory=lambda: token_ids(()))
     min_tokens: int = 0  # no stop token is chosen before that many
     prompt_logprobs: int | None = None  # like Sampling.logprobs, for the prompt's own tokens
+    # Lower goes first; those above 0 leave some KV free. Set by the queue, not by clients.
     priority: int = 0
-    grammar: str | None = None  # what the answer must match, as llguidance reads it
+    grammar: bytes | None = None  # the key, at the model's grammar host, of what it must match
     thinking: Thinking | None = None
     salt: bytes = b""  # requests with another one never find this one's KV
+    encoding: Encoding | None = None  # of an encoder; a generating model refuses it
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -168,6 +218,10 @@ class Output(msgspec.Struct, omit_defaults=True):
     finish: Finish | None = None
     failure: Failure | None = None  # with Finish.ERROR
     reused: int = 0  # with the first token: prompt tokens that were found computed
+    preempted: int = 0  # how often it was put back so far
+    vector: bytes = b""  # of an encoder: float32, little endian
+    drafts: int = 0  # guesses that were verified for it in this step
+    accepted: int = 0  # of those, right: tokens beyond the one that a step gives anyway
 
 
 class Status(msgspec.Struct):
@@ -175,28 +229,27 @@ class Status(msgspec.Struct):
 
     running: int
     waiting: int
-    blocks_total: int
-    blocks_free: int
-    block_tokens: int
     step_tokens: int  # tokens computed in this step
     step_s: float  # duration of this step
     host_s: float  # the part of it in which the device had nothing to do
     preemptions: int  # since start
     steps: int  # since start
-    blocks_kept: int = 0  # of the free ones: computed, and found again by their tokens
-    evictions: int = 0  # of such, since start
+    kv_capacity_bytes: int = 0  # of KV that requests can hold at once; 0: there is none
+    kv_free_bytes: int = 0
+    kv_evictable_bytes: int = 0  # of the free ones: computed, and found again by their tokens
+    evictions: int = 0  # blocks of such, since start
     prompt_tokens: int = 0  # of requests that have begun, since start
     reused_tokens: int = 0  # of those, found computed
     private_bytes: int = 0  # of this process, when last read
     kv_committed_bytes: int = 0  # memory behind the arena
     predicted_bytes: int = 0  # of the largest step since allocators' caches were last dropped
     measured_bytes: int = 0  # the most that steps have held since then
-    exhausted: int = 0  # steps that ran out of memory and were taken back, since start
-    surprises: int = 0  # times that steps held more than was predicted, since start
-    widening: float = 1.0  # predictions are multiplied by this: grows with surprises, decays
-    expected_output_tokens: float = 0.0  # learned: what a request is thought to come to
+    oom_steps: int = 0  # that ran out of memory and were taken back, since start
+    underpredicted_steps: int = 0  # times that steps held more than was predicted, since start
+    safety_factor: float = 1.0  # of predictions: grows when they were too low, decays
     device_s: float = 0.0  # in which the device computed, since start
     tier: dict[str, float] = {}  # figures of KV in RAM and on disk, by name
+    drafts: dict[str, tuple[int, int]] = {}  # by proposer: verified and right, since start
 
 
 class Step(msgspec.Struct, tag=True):
@@ -222,16 +275,18 @@ class Ready(msgspec.Struct, tag=True):
     device: str
     dtype: str
     weight_bytes: int
-    kv_bytes_per_token: int
-    kv_tokens: int  # what the arena can hold
-    context: int  # the longest sequence served: min(window, kv_tokens)
+    context: int  # the longest sequence served
     load_s: float
     cost: CostModel
     process_bytes: int  # private bytes with everything but KV and steps in place, weights included
     step_bytes: int  # the envelope of the largest step
-    kv_bytes: int  # what the arena was sized to
-    kv_unit_bytes: int  # in pieces of which it takes memory
     step_tokens: int  # the largest step, after halving
+    # Of an engine that keeps KV.
+    kv_tokens: int = 0  # the longest sequence that it can hold; `context` is no longer
+    kv_bytes: int = 0  # what the arena was sized to
+    kv_unit_bytes: int = 1  # in pieces of which it takes memory
+    kv_overhead_bytes: int = 0  # of `kv_bytes`, what no request can hold
+    kv_dtype: str = ""  # how it is kept
     graph_bytes: int = 0  # kept by captured steps, on the device
     outer_cap: str | None = None  # the control group around the worker, if one could be made
     # RAM that is neither weights, KV nor steps; weights mapped from a file are private or not,
@@ -261,23 +316,36 @@ class Freed(msgspec.Struct, tag=True):
     """The answer to `Shed` and `Grant`: what went back to the system, and what may be held now."""
 
     bytes: int
-    kv_bytes: int  # the arena's limit from now on: never less than its requests need to finish
+    # The arena's limit from now on: never less than its requests need to finish.
+    kv_bytes: int = 0
     tier_bytes: int = 0  # of RAM: what KV beside the device may hold, or still holds
 
 
 FromWorker = Step | Loading | Ready | LoadFailed | Alive | Freed
 
-_encoder = msgspec.msgpack.Encoder()
-to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+def _pack(value: object) -> bytes:
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"{type(value)} has no place in a message")
+
+
+def _unpack(kind: type, value: Any) -> array[int]:
+    assert kind is array
+    return array("i", value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=_unpack)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-def frame(message: ToWorker | FromWorker) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """The message with its length in front, ready to send."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(body)} bytes is over the {MAX_FRAME_BYTES} allowed")
-    return _HEADER.pack(len(body)) + body
+    return HEADER.pack(len(body)) + body
 
 
 class FrameReader:
@@ -292,14 +360,14 @@ class FrameReader:
         buffer += data
         bodies: list[bytes] = []
         start = 0
-        while len(buffer) - start >= _HEADER.size:
-            (size,) = _HEADER.unpack_from(buffer, start)
+        while len(buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(buffer, start)
             if size > MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {size} bytes is over the {MAX_FRAME_BYTES} allowed")
-            end = start + _HEADER.size + size
+            end = start + HEADER.size + size
             if len(buffer) < end:
                 break
-            bodies.append(bytes(buffer[start + _HEADER.size : end]))
+            bodies.append(bytes(buffer[start + HEADER.size : end]))
             start = end
         if start:
             del buffer[:start]

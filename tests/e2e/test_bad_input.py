@@ -49,10 +49,10 @@ _BOTH: list[tuple[str, list[Any]]] = [
     ("model", [1, [], {}, True]),
     ("stream", ["yes", 1, [], {}]),
     ("stream_options", ["x", 1, [], {"include_usage": True}]),  # the last: without stream
-    ("max_tokens", [0, -1, -HUGE, HUGE, 1.5, "5", [], {}, True]),
+    ("max_tokens", [0, -2, -1.5, -HUGE, HUGE, 1.5, "5", [], {}, True]),
     ("n", [0, -1, 129, HUGE, 1.5, "1", [], True]),
     ("seed", [1.5, "1", [], HUGE, -HUGE, True]),
-    ("stop", [1, [1], [""], "", ["x"] * 17, ["x" * 5000], {}, [None], [["x"]], True]),
+    ("stop", [1, [1], [""], ["x"] * 17, ["x" * 5000], {}, [None], [["x"]], True]),
     ("temperature", [-0.1, 2.1, HUGE, "1", [], {}, True]),
     ("top_p", [-0.1, 1.1, HUGE, "1", [], True]),
     ("presence_penalty", [-2.1, 2.1, "x", [], HUGE]),
@@ -64,13 +64,17 @@ _BOTH: list[tuple[str, list[Any]]] = [
     ("ignore_eos", ["x", 1, []]),
     ("skip_special_tokens", ["x", 1]),
     ("priority", [2**40, "x", 1.5]),
-    ("stop_token_ids", [1, "x", [-1], [HUGE], ["x"], [1.5], [[1]], {}]),
+    ("stop_token_ids", [1, "x", [-1], [HUGE], ["x"], [1.5], [[1]], {}, [*range(257)]]),
+    ("allowed_token_ids", [1, "x", [], [-1], [HUGE], ["x"], {}, [*range(1025)], [1] * 20_000]),
     (
         "logit_bias",
         [
             1,
             "x",
-            [],
+            [["a", 1]],
+            [[1, True]],
+            [[1]],
+            [[1, 101]],
             {"a": 1},
             {"-1": 1},
             {"99999999": 1},
@@ -83,13 +87,38 @@ _BOTH: list[tuple[str, list[Any]]] = [
             {"1_0": 1},
             {"٣": 1},
             {"": 1},
+            {str(token): 1 for token in range(1025)},
+            {str(token): 1 for token in range(49_152)},
         ],
     ),
+    ("functions", [[{"name": "f"}]]),
+    ("function_call", ["f", {"name": "f"}]),
+    ("bad_words", [["a"]]),
+    ("prompt_logprobs", [1]),
+    ("truncate_prompt_tokens", [8, -1]),
+    ("return_token_ids", [True]),
+    ("use_beam_search", [True]),
+    ("length_penalty", [1.5]),
+    ("include_stop_str_in_output", [True]),
+    ("cache_salt", ["x"]),
+    ("mirostat", [2]),
+    ("typical_p", [0.9]),
+    ("dry_multiplier", [0.8]),
+    ("xtc_probability", [0.5]),
+    ("repeat_penalty", [0, "x", []]),
+    ("repeat_last_n", [-2, 1.5, "x", HUGE]),
+    ("add_special_tokens", ["x", 1]),
+    ("n_indent", [4]),
+    ("lora_path", ["x"]),
+    ("min_new_tokens", [-1, 1.5, "x"]),
+    ("num_beams", [4]),
+    ("typ_p", [0.9]),
+    ("n_predict", [-2, 1.5, "x", HUGE]),
     ("response_format", ["json", {"type": "json_schema"}, {"type": "x"}]),
 ]
 _CHAT_ONLY: list[tuple[str, list[Any]]] = [
     ("messages", [None, [], "hi", 1, {}, True]),
-    ("max_completion_tokens", [0, -1, 1.5, "x", HUGE]),
+    ("max_completion_tokens", [0, -2, 1.5, "x", HUGE]),
     ("logprobs", ["x", 1, [], 5]),
     ("top_logprobs", [-1, 21, 1.5, "x", 3]),  # the last: without logprobs
     ("tools", ["x", {}, [1], [{"type": "function"}], [{"type": "x", "function": {"name": "f"}}]]),
@@ -97,6 +126,15 @@ _CHAT_ONLY: list[tuple[str, list[Any]]] = [
     ("modalities", [["audio"], "text", [1]]),
     ("chat_template_kwargs", [1, "x", [], {"messages": []}, {"tools": 1}]),
     ("add_generation_prompt", [1, "x"]),
+    ("include_reasoning", ["x", 1]),
+    ("enable_thinking", ["x", 1]),
+    ("thinking", ["x", 1, []]),
+    ("reasoning", ["x", 1, []]),
+    ("reasoning_budget", [-2, 1.5, "x"]),
+    ("thinking_token_budget", [-2, 1.5, "x"]),
+    ("documents", [1, "x", [1], {}]),
+    ("echo", [True]),
+    ("best_of", [2]),
 ]
 _COMPLETIONS_ONLY: list[tuple[str, list[Any]]] = [
     (
@@ -115,7 +153,6 @@ _NAMED_INSIDE: list[tuple[bytes, str]] = [
     (_message(role=""), "messages[0].role"),
     (_message(role=None), "messages[0].role"),
     (_message(role=1), "messages[0].role"),
-    (_message(content=None), "messages[0].content"),
     (_message(content=1), "messages[0].content"),
     (_message(content={}), "messages[0].content"),
     (_message(content=["hi"]), "messages[0].content[0]"),
@@ -198,6 +235,14 @@ _EXTREME: list[Bad] = [
     Bad(CHAT, b'{"model": "fake", "messages": [{"role": "user", "content": "\\ud83d"}]}', None),
     Bad(CHAT, _chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {
         "deep": json.loads("[" * 500 + "]" * 500)}}}]), "tools"),
+    Bad(CHAT, _chat(chat_template_kwargs={f"k{i}": i for i in range(100_000)}),
+        "chat_template_kwargs"),
+    Bad(CHAT, _chat(add_generation_prompt=True, continue_final_message=True),
+        "add_generation_prompt"),
+    Bad(CHAT, _chat(guided_choice=[f"choice {i}" for i in range(1025)]), "guided_choice"),
+    Bad(CHAT, _chat(tool_choice={f"k{i}": i for i in range(100_000)}), "tool_choice"),
+    Bad(CHAT, _message(role="x" * 1_000_000), "messages[0].role"),
+    Bad(COMPLETIONS, _completions(prompt=[[]] * 1025), "prompt"),
     Bad(CHAT, _chat(chat_template_kwargs={"deep": json.loads("[" * 500 + "]" * 500)}),
         "chat_template_kwargs"),
 ]  # fmt: skip
@@ -245,6 +290,7 @@ def test_is_refused_by_name(client: httpx.Client, bad: Bad) -> None:
     assert 400 <= answer.status_code < 500, answer.text
     error = answer.json()["error"]
     assert error["message"].endswith(".")
+    assert len(error["message"]) < 1000
     assert error["code"]
     assert answer.headers["x-request-id"]
     if bad.param is None:

@@ -138,6 +138,26 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
         assert bytes(entry.bytes or []).decode() == entry.token
 
 
+def test_what_repeats_itself_is_guessed_and_told(client: openai.OpenAI) -> None:
+    words = " one two three four five six seven"
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": words * 8,
+        "max_tokens": 42,
+        "temperature": 0,
+    }
+    guessed = client.completions.create(**asked)
+    assert guessed.usage is not None and guessed.usage.completion_tokens_details is not None
+    details = guessed.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens or 0) > 20
+    assert guessed.choices[0].text == (words * 7)[: len(guessed.choices[0].text)]
+    # Under a grammar that allows everything there are no guesses, and the answer is the same.
+    plain = client.completions.create(**asked, extra_body={"regex": "(.|\\n)*"})
+    assert plain.usage is not None and plain.usage.completion_tokens_details is not None
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert plain.choices[0].text == guessed.choices[0].text
+
+
 def test_stop(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=PARIS, max_tokens=8, temperature=0, stop=["is", "ris"]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from penstock.testing import tiny
 from penstock.testing.exactness import Mode, run, start_engine
-from penstock.worker.caps import CudaCap, exhausted
+from penstock.worker.backends.caps import is_out_of_memory
+from penstock.worker.backends.cuda.caps import CudaCap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from penstock.worker.engine.cuda_executor import LaunchedStep
-    from penstock.worker.engine.executor import Launched
-    from penstock.worker.scheduling.plan import Plan
+    from penstock.worker.core.backend import StepHandle
+    from penstock.worker.core.plan import Plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def capped(step_bytes: int) -> Iterator[None]:
     """Within it, this process may take so much more of the device than it holds."""
     torch.cuda.empty_cache()
     cap = CudaCap(torch.device("cuda:0"))
-    cap.settle()
+    cap.set_base()
     cap.move(0, step_bytes)
     try:
         yield
@@ -48,7 +48,7 @@ def test_beyond_the_cap_an_allocation_fails_with_an_error_that_is_known() -> Non
         torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
-    assert exhausted(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_step_that_runs_out_of_memory_is_retried_smaller_and_changes_no_token(
@@ -60,19 +60,19 @@ def test_a_step_that_runs_out_of_memory_is_retried_smaller_and_changes_no_token(
     prompts = [tiny.prompt(length, length) for length in (1500, 40, 130)]
     wanted = run(start_engine(folder, mode, device="cuda:0"), prompts, 24)
     engine = start_engine(folder, mode, device="cuda:0")
-    executor = engine.bench.executor
-    launch = executor.launch
+    executor: Any = engine.executor
+    launch: Callable[..., StepHandle] = executor.launch
     done = False
 
-    def tight(plan: Plan, earlier: Launched | None = None) -> Launched | LaunchedStep:
+    def tight(plan: Plan, after: StepHandle | None = None) -> StepHandle:
         nonlocal done
         if done or plan.tokens < MANY_ROWS:
-            return launch(plan, earlier)
+            return launch(plan, after)
         done = True
         with capped(0):
-            return launch(plan, earlier)
+            return launch(plan, after)
 
-    executor.launch = tight  # type: ignore[method-assign]
+    executor.launch = tight
     assert run(engine, prompts, 24) == wanted
-    assert engine.status().exhausted == 1, "memory did not run out: the test tests nothing"
-    assert engine.status().widening > 1.0
+    assert engine.status().oom_steps == 1, "memory did not run out: the test tests nothing"
+    assert engine.status().safety_factor > 1.0

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from penstock.catalog.kv_formats import kv_format
 from penstock.testing import tiny
 from penstock.testing.exactness import Mode, run, start_engine
+from penstock.worker.backends import open_backend
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
 from penstock.worker.kv.blocks import BlockPool
 
@@ -23,13 +25,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-LAYOUT = BlockLayout((LayerGeometry(8, 128, 128), LayerGeometry(4, 192, 64)), 16, torch.bfloat16)
+LAYOUT = BlockLayout(
+    (LayerGeometry(8, 128, 128), LayerGeometry(4, 192, 64)), 16, kv_format("auto", "bfloat16")
+)
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """Of several extents, in each of which there are many blocks."""
-    made = Arena(LAYOUT, 500, torch.device("cuda:0"), extent_bytes=8 << 20)
+    made = Arena(LAYOUT, 500, open_backend("cuda:0"), extent_bytes=8 << 20)
     yield made
     made.close()
 
@@ -80,7 +84,7 @@ def test_moved_blocks_are_the_same_bytes(arena: Arena) -> None:
 
 def test_keys_and_values_read_what_was_written(arena: Arena) -> None:
     BlockPool(arena.blocks, arena.extent_blocks, arena).take(40)
-    views = [*arena.keys, *arena.values]
+    views = [view for layer in arena.layers for view in layer.tensors]
     written = [torch.randn_like(view[:40]) for view in views]
     for view, values in zip(views, written, strict=True):
         view[:40] = values

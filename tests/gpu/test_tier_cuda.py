@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.memory.gauge import read_process
+from penstock.catalog.kv_formats import kv_format
+from penstock.memory.readings.gauge import read_process
 from penstock.testing import conversations, tiny
 from penstock.testing.conversations import History, Talk
 from penstock.testing.exactness import Reference
+from penstock.worker.backends import open_backend
 from penstock.worker.kv.arena import Arena, BlockLayout, LayerGeometry
-from penstock.worker.kv.shelf import Shelf
+from penstock.worker.kv.groups import LayerGroup
+from penstock.worker.kv.offload.tiers import KvOffload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from penstock.worker.kv.offload.disk_reader import FetchRequest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,17 +40,24 @@ HISTORIES = (
     History("ram-as-served", disk=False, poisoned=False, **CROWDED),  # type: ignore[arg-type]
     History("ram-and-disk", poisoned=False, **CROWDED),  # type: ignore[arg-type]
     History("restarts", restarts=True, device="cuda:0"),
+    History("ram-and-disk-in-8-bits", poisoned=False, kv_dtype="int8", **CROWDED),  # type: ignore[arg-type]
+    History("restarts-in-8-bits", restarts=True, kv_dtype="int8", device="cuda:0"),
 )
+# A block of 256 KiB: GPU memory comes in pieces of 2 MiB, which the pool fills before it evicts.
+WIDE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 # A block of 1.2 MB, of which there are many in an extent.
-LAYOUT = BlockLayout((LayerGeometry(8, 128, 128),) * 18, 16, torch.bfloat16)
+LAYOUT = BlockLayout((LayerGeometry(8, 128, 128),) * 18, 16, kv_format("auto", "bfloat16"))
+GROUP = LayerGroup(tuple(range(18)), None, LAYOUT.token_bytes, 16)
 BLOCKS = 700
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=str)
 def test_found_kv_changes_no_token(history: History, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder = tiny.save("llama", tmp_path / "llama")
-    found = conversations.compare(Reference.load(folder), folder, history, TALK, tmp_path / "work")
+    folder = tiny.save("llama", tmp_path / "llama", **WIDE)
+    found = conversations.compare(
+        Reference.load(folder, history.kv_dtype), folder, history, TALK, tmp_path / "work"
+    )
     assert found.tally.tokens == len(OPENINGS) * TALK.turns * TALK.answer
     assert found.reused_tokens > found.prompt_tokens / 4
     assert found.tier_hits > 0
@@ -54,25 +66,11 @@ def test_found_kv_changes_no_token(history: History, tmp_path: Path) -> None:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(LAYOUT, BLOCKS, torch.device("cuda:0"))
+    made = Arena(LAYOUT, BLOCKS, open_backend("cuda:0"))
     for extent in range(-(-BLOCKS // made.extent_blocks)):
         made.commit(extent)
     yield made
     made.close()
-
-
-class Receiver:
-    """Wants blocks in these places."""
-
-    def __init__(self, places: list[int]) -> None:
-        self.places = places
-        self.came = 0
-
-    def place(self, ticket: int, index: int) -> int:
-        return self.places[index]
-
-    def arrived(self, ticket: int, *, more: bool) -> None:
-        self.came += more
 
 
 def key(block: int) -> bytes:
@@ -88,8 +86,8 @@ def until(what: Callable[[], object]) -> None:
 
 def test_copies_and_steps_do_not_meet(arena: Arena) -> None:
     """Blocks are overwritten as soon as a step may, while they are on their way out and back."""
-    shelf = Shelf(arena, None, 1 << 30, 1 << 30)
-    shelf.grant(1 << 30)
+    tier = KvOffload([GROUP], [arena], None, 1 << 30, 1 << 30)
+    tier.grant(1 << 30)
     rows = arena.rows_of(0, BLOCKS)
     chance = torch.Generator(device="cuda").manual_seed(1)
     for _ in range(6):
@@ -97,66 +95,67 @@ def test_copies_and_steps_do_not_meet(arena: Arena) -> None:
         rows.random_(0, 256, generator=chance)
         wanted = rows[blocks].clone()
         for block in blocks:
-            shelf.keep(key(block))
+            tier.keep(0, key(block))
         left = True
         while left:  # each as a step would do it, as soon as its copy is on its way
-            left = shelf.offer(lambda name: int.from_bytes(name, "little"))
-        shelf.fence(blocks)
+            left = tier.offer(lambda _, name: int.from_bytes(name, "little"))
+        tier.fence(0, blocks)
         rows[blocks] = 7
         places = blocks[::-1]
-        receiver = Receiver(places)
         keys = [key(block) for block in blocks]
-        assert shelf.covers(keys) == len(keys)
-        shelf.fetch(keys)
+        assert all(tier.covers(0, keys))
+        request = tier.fetch(0, keys, places)
 
-        def come(receiver: Receiver = receiver) -> bool:
-            shelf.deliver(receiver)
-            return receiver.came == len(receiver.places)
+        def come(request: FetchRequest = request) -> bool:
+            tier.deliver()
+            return request.landed == len(request.keys)
 
         until(come)
         assert torch.equal(rows[places], wanted)
-        shelf._trays.cache.clear()  # the same keys stand for other bytes in the next round
-    assert shelf.stats()["ram_bytes_per_s"] > 0
+        tier._groups[
+            0
+        ].buffers.cache.clear()  # the same keys stand for other bytes in the next round
+    assert tier.stats()["ram_bytes_per_s"] > 0
 
 
 def test_a_step_waits_for_the_copy_of_a_block_that_it_writes(arena: Arena) -> None:
-    shelf = Shelf(arena, None, 1 << 30, 1 << 30)
-    shelf.grant(1 << 30)
+    tier = KvOffload([GROUP], [arena], None, 1 << 30, 1 << 30)
+    tier.grant(1 << 30)
     rows = arena.rows_of(0, BLOCKS)
     blocks = list(range(1, 400))
     for _ in range(3):  # until the tier's memory is there
         rows.fill_(3)
         for block in blocks:
-            shelf.keep(key(block))
-        until(lambda: not shelf.offer(lambda name: int.from_bytes(name, "little")))
-        shelf._trays.cache.clear()
+            tier.keep(0, key(block))
+        until(lambda: not tier.offer(lambda _, name: int.from_bytes(name, "little")))
+        tier._groups[0].buffers.cache.clear()
     rows.fill_(5)
     for block in blocks:
-        shelf.keep(key(block))
-    shelf.offer(lambda name: int.from_bytes(name, "little"))
-    under_way = shelf._out.under_way_bytes
+        tier.keep(0, key(block))
+    tier.offer(lambda _, name: int.from_bytes(name, "little"))
+    under_way = tier._groups[0].copies_out.under_way_bytes
     assert under_way, "the copies have ended: the test tests nothing"
-    shelf.fence(blocks)
+    tier.fence(0, blocks)
     rows.fill_(9)
-    until(lambda: not shelf.offer(lambda name: int.from_bytes(name, "little")))
+    until(lambda: not tier.offer(lambda _, name: int.from_bytes(name, "little")))
     first = under_way // LAYOUT.block_bytes
     for block in blocks[:first]:
-        tray = shelf._trays.cache.find(key(block))
-        assert tray is not None
-        assert int(shelf._trays.rows[tray].max()) == 5
+        buffer = tier._groups[0].buffers.cache.find(key(block))
+        assert buffer is not None
+        assert int(tier._groups[0].buffers.rows[buffer].max()) == 5
 
 
 def test_ram_that_is_taken_back_is_given_back(arena: Arena) -> None:
-    shelf = Shelf(arena, None, 1 << 30, 1 << 30)
+    tier = KvOffload([GROUP], [arena], None, 1 << 30, 1 << 30)
     held = []
     for turn in range(3):
-        shelf.grant(1 << 30)
+        tier.grant(1 << 30)
         for block in range(1, 600):
-            shelf.keep(key(1000 * turn + block))
-        until(lambda: not shelf.offer(lambda name: int.from_bytes(name, "little") % 1000))
-        assert shelf.stats()["ram_held_bytes"] > 600 * MIB
-        shelf.grant(0)
-        assert shelf.stats()["ram_held_bytes"] == shelf.tier_bytes == 0
+            tier.keep(0, key(1000 * turn + block))
+        until(lambda: not tier.offer(lambda _, name: int.from_bytes(name, "little") % 1000))
+        assert tier.stats()["ram_held_bytes"] > 600 * MIB
+        tier.grant(0)
+        assert tier.stats()["ram_held_bytes"] == tier.limit_bytes == 0
         held.append(read_process(os.getpid()))
     # The first turn also brings what the device's libraries keep.
     if held[0] is not None and held[-1] is not None:  # some systems do not tell

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.boot import thread_count
 from penstock.errors import Overloaded
+from penstock.fork_server import thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from penstock.testing import tiny
-from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu import CpuKernels
-from penstock.worker.models.kernels.cpu_memory import EXPERT_ROWS, LayerMemory
+from penstock.worker.backends.cpu.kernels import layers as cpu_layers
+from penstock.worker.backends.cpu.kernels.cpu_kernels import CpuKernels
+from penstock.worker.backends.cpu.kernels.memory import EXPERT_ROWS, LayerMemory
+from penstock.worker.models.linear import experts_of
 
 
 def _model(name: str) -> Any:
@@ -75,7 +76,9 @@ def test_experts_are_taken_in_slices_whatever_the_router_says(name: str) -> None
     experts = next(module for path, module in model.named_modules() if path.endswith(".experts"))
     ours = cpu_layers.SlicedExperts.of(experts, LayerMemory())
     assert ours is not None
-    count, hidden, _ = ours._shape()
+    weights = experts_of(experts)
+    assert weights is not None
+    count, hidden = weights.count, weights.hidden
     chance = torch.Generator().manual_seed(1)
     rows = torch.randn(EXPERT_ROWS * 2 + 3, hidden, generator=chance)
     shares = torch.rand(len(rows), 2, generator=chance)

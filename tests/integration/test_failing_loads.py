@@ -95,7 +95,7 @@ def ask(server: Served, model: str) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
 
-def settled(server: Served, pids: set[int] | None = None) -> dict[int, int]:
+def processes_at_rest(server: Served, pids: set[int] | None = None) -> dict[int, int]:
     """The tree's processes and their memory, once nothing moves; or what is left of the time."""
     deadline = time.monotonic() + 20
     before: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_a_failing_load_leaves_nothing_behind(home: Path, server: Served, fault:
     folder = home / "models" / fault
     break_it, status, named = FAULTS[fault]
     break_it(folder)
-    before = settled(server)
+    before = processes_at_rest(server)
     for _ in range(2):  # the second time from memory
         refused = ask(server, fault)
         assert refused.status_code == status, refused.text
@@ -120,7 +120,7 @@ def test_a_failing_load_leaves_nothing_behind(home: Path, server: Served, fault:
     owners = server.get("/admin/api/memory")["domains"]["ram"]["owners"]
     assert f"model:{fault}" not in owners
     assert not [r for r in server.get("/admin/api/models") if r["name"] == fault and r["pid"]]
-    after = settled(server, set(before))
+    after = processes_at_rest(server, set(before))
     assert set(after) == set(before), "a process is left, or is gone"
     difference = sum(after.values()) - sum(before.values())
     assert abs(difference) <= TOLERANCE_BYTES, (before, after)

@@ -19,8 +19,8 @@ from penstock import shapes
 from penstock.config import parse_size
 from penstock.testing import tiny
 from penstock.testing.served import Served, served
-from penstock.worker.engine.generate import GenerateEngine
-from penstock.worker.profile import Profile
+from penstock.worker.core.engine import GenerateEngine
+from penstock.worker.core.profile import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WINDOW = 131_072
 LIMIT = "704MiB"
+_ANSWER_S = 400  # the first one of a model waits until it is measured
 NUMBERS = {"reason", "domain", "needed_tokens", "limit_tokens", "needed_bytes", "limit_bytes"}
 MODEL: dict[str, Any] = {
     "hidden_size": 64,
@@ -52,12 +53,19 @@ def add(home: Path, name: str) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
     add(home, "first")
-    add(home, "late")
+    # The same files: the profile of the first is found for it.
+    shutil.copytree(home / "models" / "first", home / "models" / "late")
     nested = shutil.copytree(home / "models" / "first", home / "models" / "nested")
     inner = json.loads((nested / "config.json").read_text())
     outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     (nested / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
-    settings = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "8"}
+    # Small steps are quickly measured. Two threads would wait for each other at every operation
+    # while other tests use the cores.
+    settings = {
+        "PENSTOCK_MODELS_STEP_TOKENS": "64",
+        "PENSTOCK_MODELS_STEP_SEQUENCES": "8",
+        "PENSTOCK_MODELS_THREADS": "1",
+    }
     flag = f"--memory={LIMIT}"
     with served(home, home / "serve.log", flag, environment=settings) as running:
         yield running
@@ -65,7 +73,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def complete(server: Served, model: str, tokens: int) -> httpx.Response:
     body = {"model": model, "prompt": [5] * tokens, "max_tokens": 2, "ignore_eos": True}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=_ANSWER_S)
 
 
 def forwards(server: Served) -> float:
@@ -135,4 +143,4 @@ def test_no_engine_without_a_profile() -> None:
     assert taken["profile"].annotation in (Profile, "Profile")
     assert taken["profile"].default is inspect.Parameter.empty
     with pytest.raises(TypeError, match="profile"):
-        GenerateEngine(bench=None, ready=None)  # type: ignore[call-arg, arg-type]
+        GenerateEngine(None, None, None)  # type: ignore[call-arg, arg-type]

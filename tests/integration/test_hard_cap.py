@@ -34,8 +34,8 @@ def test_a_model_whose_kv_is_large(tmp_path: Path) -> None:
     shapes.write_folder("random:big-kv", folder)
     # Small steps are quickly measured, and a prompt then takes many of them.
     small = {"PENSTOCK_MODELS_STEP_TOKENS": "128", "PENSTOCK_MODELS_STEP_SEQUENCES": "32"}
-    report = run(folder, "896MiB", tmp_path / "serve.log", 280, **small)
+    report = run(folder, "896MiB", tmp_path / "serve.log", 160, **small)
     print(report)  # noqa: T201
     hard_cap.check(report)
-    assert report.tally.refusals("memory") >= 50
-    assert report.tally.count("alone", "answer") >= 20
+    assert report.tally.refusals("memory") >= 25
+    assert report.tally.count("alone", "answer") >= 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from penstock.testing import conversations, tiny
 from penstock.testing.conversations import History, Talk
 from penstock.testing.exactness import Mode, Reference, start_engine
 from penstock.worker import loading
+from penstock.worker.models.build import build_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +33,13 @@ HISTORIES = (
     History("crowded", pool_tokens=208),
     History("crowded-without-disk", pool_tokens=208, disk=False),
     History("shaken", pool_tokens=640, shaken=True),
+)
+
+
+HISTORIES_OF_ROUNDED_KV = tuple(
+    replace(history, kv_dtype="int8")
+    for history in HISTORIES
+    if history.name in {"restarts", "crowded", "shaken"}
 )
 
 
@@ -57,19 +66,48 @@ def test_found_kv_changes_no_token(
     assert (found.preemptions > 0) == (history.pool_tokens is not None)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("history", HISTORIES_OF_ROUNDED_KV, ids=str)
+def test_found_kv_in_8_bits_changes_no_token(
+    architecture: str, history: History, tmp_path: Path
+) -> None:
+    """Codes and scales come back from the arena and from disk as they were."""
+    folder = tiny.save(architecture, tmp_path / architecture)
+    reference = Reference.load(folder, "int8")
+    found = conversations.compare(reference, folder, history, TALK, tmp_path / "work")
+    assert found.tally.tokens == len(OPENINGS) * TALK.turns * TALK.answer
+    assert found.reused_tokens > 0
+    assert found.tier_hits > 0 or not history.restarts
+    assert found.evictions > 0 or history.pool_tokens is None
+
+
+# A sliding window and full attention, a window alone, and sinks beside them.
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_found_kv_of_windows_changes_no_token(
+    architecture: str, history: History, tmp_path: Path
+) -> None:
+    """Prefixes are found with a window's last blocks only, here, after a restart and from disk."""
+    folder = tiny.save(architecture, tmp_path / architecture)
+    reference = Reference.load(folder)
+    found = conversations.compare(reference, folder, history, TALK, tmp_path / "work")
+    assert found.tally.tokens == len(OPENINGS) * TALK.turns * TALK.answer
+    assert found.reused_tokens > 0
+    assert found.tier_hits > 0 or not history.restarts
+
+
 def test_kv_of_a_model_that_was_replaced_while_it_was_loaded_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be found as the KV of what has taken its place."""
     folder = tiny.save("llama", tmp_path / "llama")
-    load_model = loading._load_model
 
     def replaced(*args: Any) -> PreTrainedModel:
-        model = load_model(*args)
+        model = build_model(*args)
         tiny.save("llama", folder, initializer_range=0.3)
         return model
 
-    monkeypatch.setattr(loading, "_load_model", replaced)
+    monkeypatch.setattr(loading, "build_model", replaced)
     engine = start_engine(folder, Mode("alone"), cache=tmp_path / "profiles" / "kv")
     notices: list[str] = []
     deadline = time.monotonic() + 20

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from penstock.memory import gauge
-from penstock.server import pressure, residency, run
+from penstock.heap import trim_heap
+from penstock.memory.readings import gauge
+from penstock.server import run, wiring
 from penstock.server.app import App
+from penstock.server.residency import pressure, residency
 from penstock.testing.fake_server import add_model, serving
 from penstock.testing.fake_worker import FakeModel
 from penstock.text.tokenizer import Tokenizer
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.server.api.exchange import Exchange
+    from penstock.server.http.exchange import Exchange
 
 CONTEXT = 100_000
 
@@ -32,10 +34,10 @@ def room_for_little() -> str:
     """With this the fake's KV (1 KiB a token) holds less than the window of `huge`, whatever the
     process of these tests, which is the server's too, has grown to."""
     gc.collect()
-    pressure.trim_heap()  # as the server does when nothing runs
+    trim_heap()  # as the server does when nothing runs
     own = gauge.read_process(os.getpid())
     assert own is not None
-    return str(own.anonymous_bytes + (340 << 20))
+    return str(own.anonymous_bytes + (440 << 20))
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +70,11 @@ def books(client: httpx.Client) -> dict[str, Any]:
 def test_the_books_show_who_holds_what_and_return_to_rest(client: httpx.Client) -> None:
     assert complete(client, "hello", max_tokens=3).status_code == 200
     ram = books(client)["domains"]["ram"]
-    assert set(ram["owners"]) >= {"server", "template", "requests", "model:fake"}
+    assert set(ram["owners"]) >= {"server", "fork server", "requests", "model:fake"}
     assert set(ram["owners"]["model:fake"]) == {"process", "weights", "kv", "step"}
     assert ram["booked_bytes"] == sum(sum(held.values()) for held in ram["owners"].values())
     assert ram["booked_bytes"] <= ram["limit_bytes"]
-    assert books(client)["requests"] == {"used_bytes": 0, "waiting": 0}
+    assert books(client)["requests"] == {"used_bytes": 0, "waiting": 0, "for_tokenizer": {}}
 
 
 def test_a_prompt_over_the_window_is_refused_without_tokenising(
@@ -118,10 +120,13 @@ def test_a_refusal_says_what_would_have_run(home: Path) -> None:
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         assert complete(client, "hi", model="huge", max_tokens=1).status_code == 200
-        refused = complete(client, [5] * 900_000, model="huge", max_tokens=1)
-        limit = refused.json()["error"]["penstock"]["limit_tokens"]
-        fits = complete(client, [5] * (limit - 1), model="huge", max_tokens=1)
-        assert fits.status_code == 200
+        answer = complete(client, [5] * 900_000, model="huge", max_tokens=1)
+        for _ in range(3):  # other programs may take memory in between
+            limit = answer.json()["error"]["penstock"]["limit_tokens"]
+            answer = complete(client, [5] * (limit - 1), model="huge", max_tokens=1)
+            if answer.status_code == 200:
+                break
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_plan_says_what_a_request_would_get(client: httpx.Client) -> None:
@@ -182,8 +187,10 @@ def test_everyone_in_line_has_a_place(home: Path) -> None:
         rows: list[dict[str, Any]] = []
         while not rows and time.monotonic() < deadline:
             time.sleep(0.02)
-            rows = client.get("/admin/api/requests").json()
+            live = client.get("/admin/api/requests").json()
+            rows = [row for row in live if row["place"] is not None]
         assert rows
+        assert live[: len(rows)] == rows  # those that wait come first
         assert [row["place"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["expected_start_s"] >= 0 for row in rows)
         assert all(future.result().status_code == 200 for future in work)
@@ -216,7 +223,8 @@ def test_a_request_reads_no_gauge(home: Path, monkeypatch: pytest.MonkeyPatch) -
         (pressure, ("read_ram", "read_gpus")),
         (gauge.ProcessGauge, ("read",)),
         (residency, ("read_process", "read_gpus")),
-        (run, ("read_ram", "read_gpus", "read_process")),
+        (run, ("read_ram", "read_gpus")),
+        (wiring, ("read_process",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, watched(module, name))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import pytest
 
-from penstock.memory.control_group import remove_group
-from penstock.memory.gauge import read_process
-from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.memory.readings.control_group import remove_group
+from penstock.memory.readings.gauge import read_process
+from penstock.server.processes.fork_server_client import WORKER_ENVIRONMENT
 from penstock.testing import tiny
 from penstock.testing.exactness import Mode, poisoned_blocks, run, start_engine
 from penstock.testing.measured_steps import measured_steps
@@ -164,7 +164,7 @@ def ask_all(end: Worker) -> dict[int, Output]:
 def undisturbed(wide: Path) -> dict[int, list[int]]:
     with worker(wide, "tight_engine") as (end, _):
         answers = ask_all(end)
-        assert end.status is not None and end.status.exhausted == 0
+        assert end.status is not None and end.status.oom_steps == 0
     assert all(answer.finish is Finish.LENGTH for answer in answers.values())
     return {number: answer.tokens for number, answer in answers.items()}
 
@@ -175,7 +175,7 @@ def test_a_real_allocation_failure_is_retried_and_changes_no_token(
     with worker(wide, "tight_engine", tight="once") as (end, _):
         answers = ask_all(end)
         assert end.status is not None
-        assert end.status.exhausted == 1, "memory did not run out: the test tests nothing"
+        assert end.status.oom_steps == 1, "memory did not run out: the test tests nothing"
     assert {number: answer.tokens for number, answer in answers.items()} == undisturbed
 
 
@@ -259,11 +259,11 @@ PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((90, 17, 140,
 def test_grants_that_move_under_running_requests_change_no_token(tmp_path: Path) -> None:
     folder = tiny.save("llama", tmp_path / "llama")
     mode = Mode("moving", step_tokens=64, step_sequences=4)
-    expected = run(start_engine(folder, mode, 24 * MIB), PROMPTS, 40)
+    expected = run(start_engine(folder, mode, memory_bytes=24 * MIB), PROMPTS, 40)
     moved = random.Random(1)
     with poisoned_blocks():
-        engine = start_engine(folder, mode, 24 * MIB)
-        most, step_bytes = engine.kv_limit_bytes(), engine.ready().step_bytes
+        engine = start_engine(folder, mode, memory_bytes=24 * MIB)
+        most, step_bytes = engine.kv.limit_bytes, engine.ready().step_bytes
         answers: list[list[int]] = [[] for _ in PROMPTS]
         for number, prompt in enumerate(PROMPTS):
             engine.submit(Submit(number, list(prompt), 40, Sampling(temperature=0)))
@@ -272,17 +272,18 @@ def test_grants_that_move_under_running_requests_change_no_token(tmp_path: Path)
             for output in engine.step():
                 assert output.failure is None
                 answers[output.id] += output.tokens
-            freed += engine.grant(moved.choice([0, most // 8, most // 3, most]), step_bytes)
+            kv_bytes = moved.choice([0, most // 8, most // 3, most])
+            freed += engine.grant(Grant(kv_bytes, step_bytes)).bytes
             if moved.random() < 0.2:
                 engine.shed(most // 4)
             engine.check()
-            assert engine.status().kv_committed_bytes <= engine.kv_limit_bytes()
+            assert engine.status().kv_committed_bytes <= engine.kv.limit_bytes
     assert answers == expected
     assert freed > 0 and engine.status().preemptions > 0
 
 
 def test_memory_that_is_never_found_ends_requests_and_not_the_loop(tmp_path: Path) -> None:
-    engine = start_engine(tiny.save("llama", tmp_path / "llama"), Mode("m"), 64 * MIB)
+    engine = start_engine(tiny.save("llama", tmp_path / "llama"), Mode("m"), memory_bytes=64 * MIB)
     for number, prompt in enumerate(PROMPTS):
         engine.submit(Submit(number, list(prompt), 4, Sampling(temperature=0)))
     plan = engine._scheduler.plan
@@ -334,7 +335,7 @@ def test_the_envelope_is_true_and_tight_for_shapes_that_were_not_profiled(
 
 _REPLACED = """
 import random, torch
-from penstock.worker.meter import RamMeter
+from penstock.worker.backends.cpu.meter import RamMeter
 torch.set_num_threads(1)
 meter, chance = RamMeter(), random.Random(1)
 held = [torch.ones(size) for size in [390_000, 390_000, 390_000, 130_000, 1_200_000] * 4]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 CAGE = 3072 * MIB  # of which `auto` leaves a third to others
 STEP = 64 * MIB
-MOST = 2240 * MIB  # or until only the busy model is left
+MAX_HELD_BYTES = 2240 * MIB  # or until only the busy model is left
 BUSY, IDLE = "busy", "tiny-llama"
 # A MiB of KV a token: much memory for little computing.
 MODEL = {
@@ -76,7 +76,9 @@ def sheds(server: Served) -> list[dict[str, Any]]:
 def squeeze(server: Served, cage: Cage, traffic: Traffic) -> tuple[float, float]:
     """Returns when little was left, and when the neighbour let go."""
     with neighbour(cage) as other:
-        while other.held_bytes < MOST and not any(e["act"] == "idle models" for e in sheds(server)):
+        while other.held_bytes < MAX_HELD_BYTES and not any(
+            e["act"] == "idle models" for e in sheds(server)
+        ):
             other.take(STEP)
             time.sleep(0.25)
         tight = time.monotonic()

@@ -36,7 +36,7 @@ max_context = {context}
 """
 
 
-def settle(home: Path, ttl: float = 0, context: int = 512, further: str = "") -> None:
+def write_settings(home: Path, ttl: float = 0, context: int = 512, further: str = "") -> None:
     text = SETTINGS.format(ttl=ttl, context=context, further=further)
     (home / "penstock.toml").write_text(text, "utf-8")
 
@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, P
         folder = home / "models" / "org" / name
         folder.mkdir(parents=True)
         shapes.write_folder(shape, folder)
-    settle(home)
+    write_settings(home)
     with served(home, home / "log", "--device=cpu") as server:
         yield server, home
 
@@ -107,14 +107,14 @@ def test_a_days_work(server: tuple[Served, Path]) -> None:
     assert (row["state"], row["pinned"], row["aliases"]) == ("ready", True, ["t"])
 
     # A pinned model outlives its time; a broken file changes nothing.
-    settle(home, ttl=0.01, further="nonsense")
+    write_settings(home, ttl=0.01, further="nonsense")
     os.kill(served_.pid, signal.SIGHUP)
     until(lambda: "settings refused" in events(served_), served_)
     refused = httpx.post(f"{served_.url}/admin/api/reload")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_config")
     assert served_.row("org/tiny")["ttl_s"] is None
 
-    settle(home, ttl=0.01, context=256, further="temperature = 0")
+    write_settings(home, ttl=0.01, context=256, further="temperature = 0")
     os.kill(served_.pid, signal.SIGHUP)
     until(lambda: "settings read" in events(served_), served_)
     until(lambda: served_.row("org/tiny").get("context") == 256, served_)
@@ -130,14 +130,14 @@ def test_a_days_work(server: tuple[Served, Path]) -> None:
 
 def test_what_needs_a_restart_is_named(server: tuple[Served, Path]) -> None:
     served_, home = server
-    settle(home)
+    write_settings(home)
     with (home / "penstock.toml").open("a", encoding="utf-8") as file:
         file.write('[memory]\nlimit = "1GiB"\n[server]\napi_keys = ["k"]\n')
     answer = httpx.post(f"{served_.url}/admin/api/reload").raise_for_status().json()
     assert answer["restart"] == ["memory.limit"]
     assert "server.api_keys" in answer["applied"]
     assert httpx.get(f"{served_.url}/admin/api/models").status_code == 401
-    settle(home)
+    write_settings(home)
     key = {"authorization": "Bearer k"}
     httpx.post(f"{served_.url}/admin/api/reload", headers=key).raise_for_status()
     assert "t" in [row["id"] for row in served_.get("/v1/models")["data"]]

@@ -5,24 +5,20 @@ The references are written here from the formats' own rules, not taken from the 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import pytest
-import regex  # type: ignore[import-untyped]
+import regex
 import torch
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -30,9 +26,14 @@ from tokenizers import Tokenizer
 from penstock import shapes
 from penstock.catalog import Catalog, read_card
 from penstock.catalog.geometry import DEFAULTS
+from penstock.catalog.kv_formats import KvLayers
 from penstock.errors import PullFailed
 from penstock.sources import pull
+from penstock.testing.fake_hub import FakeHub, playing_hub
 from penstock.testing.model_folders import TENSORS, write_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -150,8 +151,10 @@ def gguf_tensors() -> dict[str, tuple[np.ndarray[Any, Any], Any]]:
     return tensors
 
 
-def write_gguf(path: Path, *, pre: str = "smollm", scaling: str | None = None) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path, *, pre: str = "smollm", scaling: str | None = None, architecture: str = "llama"
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -215,7 +218,8 @@ def hf_name(name: str) -> str:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gguf")
-    return pull(str(write_gguf(root / "Tiny-Q4_1.gguf")), root / "home", ignore).path
+    path = write_gguf(root / "Tiny-Q4_1.gguf")
+    return pull(str(path), root / "home", ignore, convert="float32").path
 
 
 def test_gguf_weights_are_dequantised_exactly(converted: Path) -> None:
@@ -266,16 +270,87 @@ def test_what_conversion_would_get_wrong_is_refused(
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", **change)
     with pytest.raises(PullFailed, match=message):
-        pull(str(path), tmp_path / "home", ignore)
+        pull(str(path), tmp_path / "home", ignore, convert="float32")
 
 
+@pytest.mark.parametrize("convert", ["none", "float32"])
 @pytest.mark.parametrize("kept", [0.0, 0.05, 0.9])
-def test_a_truncated_gguf_is_refused(tmp_path: Path, kept: float) -> None:
+def test_a_truncated_gguf_is_refused(tmp_path: Path, kept: float, convert: str) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     os.truncate(path, int(path.stat().st_size * kept))
-    with pytest.raises(PullFailed, match=r"model.gguf (is not a readable GGUF|is \d+ bytes but)"):
-        pull(str(path), tmp_path / "home", ignore)
+    sentence = r"model.gguf is (not a (readable|usable) GGUF|\d+ bytes but)"
+    with pytest.raises(PullFailed, match=sentence):
+        pull(str(path), tmp_path / "home", ignore, convert=convert)
     assert Catalog([tmp_path / "home" / "models"]).scan() == {}
+
+
+# ---- a GGUF file that stays what it is --------------------------------------------------------
+
+
+def test_a_gguf_file_stays_what_it_is(tmp_path: Path, converted: Path) -> None:
+    path = write_gguf(tmp_path / "Tiny-Q4_1.gguf")
+    card = pull(str(path), tmp_path / "home", ignore)
+    assert (card.name, card.formats) == ("Tiny-Q4_1", ("q4_1", "q8_0"))
+    names = {file.name for file in card.path.iterdir()}
+    assert names == {
+        "Tiny-Q4_1.gguf", "config.json", "generation_config.json", "penstock.json",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert (card.path / "Tiny-Q4_1.gguf").samefile(path)
+    as_numbers = read_card(converted)
+    for fact in ("parameters", "context", "layers", "kv_layers", "eos_token_ids", "vocab_size"):
+        assert getattr(card, fact) == getattr(as_numbers, fact), fact
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (card.path / name).read_text() == (converted / name).read_text()
+    again: list[str] = []
+    pull(str(path), tmp_path / "home", lambda phase, *_: again.append(phase))
+    assert again == ["present"]
+
+
+def test_another_conversion_takes_the_place_of_what_is_there(tmp_path: Path) -> None:
+    path, home = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "home"
+    assert pull(str(path), home, ignore).formats == ("q4_1", "q8_0")
+    assert pull(str(path), home, ignore, convert="float32").formats == ()
+    # What is there is good, unless another form is asked for.
+    assert pull(str(path), home, ignore).formats == ()
+    assert pull(str(path), home, ignore, convert="none").formats == ("q4_1", "q8_0")
+    with pytest.raises(PullFailed, match="--convert int3 is not one of none, float32"):
+        pull(str(path), home, ignore, convert="int3")
+
+
+def test_a_tokenizer_that_lies_beside_is_used_if_it_is_the_models(
+    tmp_path: Path, converted: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    path = write_gguf(source / "odd.gguf", pre="default")
+    with pytest.raises(PullFailed, match=r"'default', which .* tokenizer\.json beside the GGUF"):
+        pull(str(path), tmp_path / "home", ignore)
+    text = (converted / "tokenizer.json").read_text()
+    (source / "tokenizer.json").write_text(text)
+    card = pull(str(path), tmp_path / "home", ignore)
+    ours = Tokenizer.from_file(str(card.path / "tokenizer.json"))
+    assert ours.encode("hello the").ids == Tokenizer.from_str(text).encode("hello the").ids
+    other = text.replace('"hello"', '"hallo"').replace('"hell", "o"', '"hall", "o"')
+    (source / "tokenizer.json").write_text(other)
+    with pytest.raises(PullFailed, match=r"tokenizer\.json is (of another model|not a tokenizer)"):
+        pull(str(path), tmp_path / "home", ignore, name="other")
+
+
+def test_a_folder_with_several_quantisations_lists_each(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    path = write_gguf(source / "m-Q4_1.gguf")
+    assert pull(str(source), tmp_path / "one", ignore).formats == ("q4_1", "q8_0")
+    os.link(path, source / "m-Q5_1.gguf")
+    with pytest.raises(PullFailed, match=r"2 GGUF models: choose one of .*/m-Q4_1\.gguf, .*Q5_1"):
+        pull(str(source), tmp_path / "home", ignore)
+
+
+def test_architectures_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", architecture="mamba")
+    with pytest.raises(PullFailed, match="of the architecture mamba; GGUF files are served of"):
+        pull(str(path), tmp_path / "home", ignore)
 
 
 _KILLED_PULL = """
@@ -286,18 +361,23 @@ from penstock.sources import pull
 def progress(phase, done, total):
     if phase == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
-pull(sys.argv[1], Path(sys.argv[2]), progress)
+pull(sys.argv[1], Path(sys.argv[2]), progress, convert=sys.argv[4])
 """
 
 
-@pytest.mark.parametrize("phase", ["de-quantise", "write"])
-def test_a_pull_killed_while_converting_is_done_again(tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "convert"),
+    [("de-quantise", "float32"), ("write", "float32"), ("header", "none"), ("import", "none")],
+)
+def test_a_pull_killed_while_converting_is_done_again(
+    tmp_path: Path, phase: str, convert: str
+) -> None:
     path, home = write_gguf(tmp_path / "model.gguf"), tmp_path / "home"
-    command = [sys.executable, "-c", _KILLED_PULL, str(path), str(home), phase]
+    command = [sys.executable, "-c", _KILLED_PULL, str(path), str(home), phase, convert]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     catalog = Catalog([home / "models"])
     assert (catalog.scan(), catalog.problems) == ({}, {})
-    card = pull(str(path), home, ignore)
+    card = pull(str(path), home, ignore, convert=convert)
     assert catalog.scan() == {"model": card}
     assert [entry.suffix for entry in (home / "models" / ".pull").iterdir()] == [".lock"]
 
@@ -358,7 +438,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 @pytest.fixture(scope="module")
 def starter() -> Path:
     home = Path(os.environ.get("PENSTOCK_HOME", "~/.penstock")).expanduser()
-    return pull("smollm2", home, ignore).path
+    return pull("smollm2", home, ignore, convert="float32").path
 
 
 def test_the_starter_is_what_it_should_be(starter: Path) -> None:
@@ -366,7 +446,7 @@ def test_the_starter_is_what_it_should_be(starter: Path) -> None:
     assert (card.name, card.architecture) == ("SmolLM2-135M-Instruct", "LlamaForCausalLM")
     assert (card.parameters, card.weight_bytes) == (134515008, 538060032)
     assert (card.context, card.vocab_size, card.eos_token_ids) == (8192, 49152, (2,))
-    assert card.kv_bytes_per_token(4) == 30 * 3 * 64 * 2 * 4
+    assert card.kv_layers == (KvLayers(None, 30 * 3 * 64 * 2, 30 * 3 * 2),)
 
 
 def test_the_starters_tokens_equal_a_second_reader_and_the_record(starter: Path) -> None:
@@ -408,78 +488,13 @@ STARTER_IDS = [
 # ---- the hub, played by a local server ---------------------------------------------------------
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The few routes of the hub that a download uses; `files` is what the repository holds."""
-
-    files: dict[str, bytes]
-    stalls: threading.Event  # until it is set, a weight file stops coming half-way
-    starts: list[int]  # the offsets from which weights were asked for
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Quiet."""
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _listed(self, name: str) -> dict[str, Any]:
-        data = self.files[name]
-        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        entry = {"rfilename": name, "size": len(data), "blobId": blob}
-        if name.endswith(".safetensors"):
-            entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
-        return entry
-
-    def _answer(self, body: bool) -> None:
-        if self.path.startswith("/api/models/org/name"):
-            siblings = [self._listed(name) for name in self.files]
-            info = {"id": "org/name", "sha": "c" * 40, "siblings": siblings}
-            self._send(200, json.dumps(info).encode(), body)
-            return
-        name = self.path.partition("/resolve/" + "c" * 40 + "/")[2].partition("?")[0]
-        if name not in self.files:
-            self._send(404, b"", body)
-            return
-        data, start = self.files[name], 0
-        if header := self.headers.get("Range"):
-            start = int(header.removeprefix("bytes=").partition("-")[0])
-        if body and name == "model.safetensors":
-            self.starts.append(start)
-        self._send(206 if start else 200, data[start:], body, name)
-
-    def _send(self, status: int, data: bytes, body: bool, name: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if not body:
-            return
-        half = len(data) // 2
-        self.wfile.write(data[:half])
-        self.wfile.flush()
-        if name == "model.safetensors":
-            self.stalls.wait()
-        with contextlib.suppress(ConnectionError):  # the client was killed meanwhile
-            self.wfile.write(data[half:])
-
-
 @pytest.fixture
-def hub(tmp_path: Path) -> Any:
+def hub(tmp_path: Path) -> Iterator[str]:
     folder = shapes_folder(tmp_path / "repository")
-    FakeHub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    FakeHub.files |= {"README.md": b"#", "pytorch_model.bin": b"x", "code.py": b"raise"}
-    FakeHub.starts = []
-    FakeHub.stalls = threading.Event()
-    FakeHub.stalls.set()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    FakeHub.stalls.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {"README.md": b"#", "pytorch_model.bin": b"x", "code.py": b"raise"}
+    with playing_hub(files) as url:
+        yield url
 
 
 _HUB_PULL = """
@@ -490,15 +505,17 @@ from penstock.sources import pull
 def progress(phase, done, total):
     if sys.argv[2] == "kill" and done > total // 4:
         os.kill(os.getpid(), signal.SIGKILL)
-print(pull("hf:org/name", Path(sys.argv[1]), progress).path)
+print(pull(sys.argv[3], Path(sys.argv[1]), progress).path)
 """
 
 
-def run_hub_pull(hub: str, home: Path, how: str) -> subprocess.CompletedProcess[str]:
+def run_hub_pull(
+    hub: str, home: Path, how: str, spec: str = "hf:org/name"
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's library reads its endpoint when it is imported."""
     environment = {**os.environ, "HF_ENDPOINT": hub}
     environment |= {"HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", _HUB_PULL, str(home), how]
+    command = [sys.executable, "-c", _HUB_PULL, str(home), how, spec]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -512,6 +529,20 @@ def test_a_repository_comes_from_the_hub(tmp_path: Path, hub: str) -> None:
     assert names == (FakeHub.files.keys() - {"README.md", "pytorch_model.bin", "code.py"}) | {
         "penstock.json"
     }
+
+
+def test_one_gguf_file_of_several_comes_from_the_hub(tmp_path: Path, hub: str) -> None:
+    file = write_gguf(tmp_path / "m.gguf").read_bytes()
+    FakeHub.files = {"m-Q4_1.gguf": file, "Q8_0/m-Q8_0.gguf": file, "README.md": b"#"}
+    home = tmp_path / "home"
+    done = run_hub_pull(hub, home, "whole")
+    assert "2 GGUF models: choose one of hf:org/name:Q4_1, hf:org/name:Q8_0." in done.stderr
+    done = run_hub_pull(hub, home, "whole", "hf:org/name:q8_0")
+    assert done.returncode == 0, done.stderr
+    card = Catalog([home / "models"]).find("org/name-q8_0")
+    assert (card.path / "m-Q8_0.gguf").read_bytes() == file
+    assert not (card.path / "m-Q4_1.gguf").exists()
+    assert card.formats == ("q4_1", "q8_0")
 
 
 def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: str) -> None:

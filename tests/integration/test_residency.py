@@ -16,13 +16,15 @@ import pytest
 from penstock.catalog import Catalog
 from penstock.config import ModelSettings, ModelsSettings
 from penstock.errors import ModelTooLarge, Overloaded, PenstockError, UnknownModel, WorkerLost
+from penstock.memory.domains import RAM
 from penstock.memory.ledger import Ledger, Purpose
 from penstock.memory.limits import GIB, MIB
-from penstock.server import model as module
-from penstock.server import residency as residency_module
-from penstock.server.plans import Storage
-from penstock.server.residency import Residency
-from penstock.server.supervisor import Supervisor
+from penstock.server.processes.fork_launcher import ForkLauncher
+from penstock.server.processes.supervisor import Supervisor
+from penstock.server.residency import model as module
+from penstock.server.residency import residency as residency_module
+from penstock.server.residency.load_estimate import Storage
+from penstock.server.residency.residency import Residency
 from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel, lives
 from penstock.wire import Sampling, Submit
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
 
-    from penstock.server.client import ModelClient
+    from penstock.server.processes.worker_client import ModelClient
 
 SHAPE = "random:tiny-llama"
 PATIENCE_S = 30.0
@@ -45,9 +47,10 @@ class Server:
         self.models.mkdir()
         self.catalog = Catalog([self.models])
         self.supervisor = Supervisor(
-            home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD
+            home,
+            ForkLauncher(home, engine_module="penstock.testing.fake_worker", preload=FAKE_PRELOAD),
         )
-        self.ledger = Ledger({"ram": limit})
+        self.ledger = Ledger({RAM: limit})
         self.residency = Residency(
             self.catalog,
             self.supervisor,
@@ -61,7 +64,7 @@ class Server:
         """A model folder of that name."""
         folder = self.models / name
         if not folder.exists():
-            shutil.copytree(self.catalog.find(SHAPE).path, folder)
+            shutil.copytree(self.catalog.make(SHAPE).path, folder)
         return (behaviour or FakeModel()).write(folder)
 
     def row(self, name: str) -> dict[str, Any]:
@@ -83,7 +86,7 @@ def serve(
             await server.supervisor.close()
         server.ledger.check()
         # Every byte of every model is back, however its life went.
-        assert set(server.ledger.snapshot()["ram"].owners) <= {"template"}
+        assert set(server.ledger.snapshot()[RAM].owners) <= {"fork server"}
 
     asyncio.run(body())
 
@@ -290,7 +293,7 @@ def test_a_second_model_takes_unused_kv_of_the_first(tmp_path: Path) -> None:
             assert kv_of(server, "a") < alone
             assert kv_of(server, "b") >= 32 * 1024
             server.ledger.check()
-            booked = server.ledger.snapshot()["ram"].booked_bytes
+            booked = server.ledger.snapshot()[RAM].booked_bytes
             assert booked <= LIMIT
         await server.residency.unload("b")
         assert kv_of(server, "a") == alone  # and has it back
@@ -385,10 +388,10 @@ def test_bytes_of_an_unload_settle_until_the_process_is_reaped(tmp_path: Path) -
         held_bytes = server.row("m")["bytes"]
         unload = asyncio.create_task(server.residency.unload("m"))
         await asyncio.sleep(0.05)
-        owners = server.ledger.snapshot()["ram"].owners
-        assert owners["model:m"] == {Purpose.SETTLING: held_bytes}
+        owners = server.ledger.snapshot()[RAM].owners
+        assert owners["model:m"] == {Purpose.EXITING: held_bytes}
         assert await unload is True
-        assert "model:m" not in server.ledger.snapshot()["ram"].owners
+        assert "model:m" not in server.ledger.snapshot()[RAM].owners
         await asyncio.gather(stuck, return_exceptions=True)
 
     serve(tmp_path, scenario)
@@ -451,12 +454,12 @@ def test_an_unload_cancels_a_load_and_who_waited_is_told(tmp_path: Path) -> None
 
         waiters = [asyncio.create_task(one()) for _ in range(3)]
         await loading_begins(folder)
-        before = set(server.ledger.snapshot()["ram"].owners)
+        before = set(server.ledger.snapshot()[RAM].owners)
         assert await server.residency.unload("m") is True
         told = await asyncio.gather(*waiters, return_exceptions=True)
         assert all(isinstance(error, Overloaded) for error in told), told
         assert "was cancelled" in str(told[0])
-        assert before - set(server.ledger.snapshot()["ram"].owners) == {"model:m"}
+        assert before - set(server.ledger.snapshot()[RAM].owners) == {"model:m"}
         assert (server.row("m")["state"], server.row("m")["pid"]) == ("absent", None)
         server.add("m", FakeModel())
         await one()  # it is no reason to refuse the next
@@ -478,10 +481,11 @@ def test_a_load_that_waits_for_room_ends_with_the_last_who_wants_it(tmp_path: Pa
 
         async with held(server, "a"):
             wanted = asyncio.create_task(use("b"))
-            await asyncio.sleep(0.05)
-            behind = asyncio.create_task(use("a"))
-            await asyncio.sleep(0.7)  # by now `a` takes no more requests
-            assert not behind.done()
+            # `a` serves for as long as its load took, then it takes no more requests.
+            async with asyncio.timeout(30):
+                behind = asyncio.create_task(use("a"))
+                while (await asyncio.wait({behind}, timeout=0.7))[0]:
+                    behind = asyncio.create_task(use("a"))
             wanted.cancel()
             async with asyncio.timeout(5):
                 await behind  # `a` is still held, and serves again

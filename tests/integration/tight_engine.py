@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.worker import loading
-from penstock.worker.meter import kib_field
+from penstock.worker.process_memory import kib_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.wire import LoadSpec
-    from penstock.worker.engine.executor import StepResult
-    from penstock.worker.engine.generate import GenerateEngine
-    from penstock.worker.scheduling.plan import Plan
+    from penstock.worker.core.backend import StepResult
+    from penstock.worker.core.engine import GenerateEngine
+    from penstock.worker.core.plan import Plan
 
 MANY_ROWS = 200
 MORE_BYTES = 32 << 20
@@ -31,8 +31,8 @@ MORE_BYTES = 32 << 20
 
 def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> GenerateEngine:
     engine = loading.load_engine(spec, progress)
-    executor = engine.bench.executor
-    compute = executor.compute
+    executor: Any = engine.executor
+    compute: Callable[[Plan], StepResult] = executor.compute
     cue = os.environ["PENSTOCK_TIGHT"]
     done = armed = False
 
@@ -40,12 +40,12 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Ge
         if armed:
             torch.empty(MORE_BYTES, dtype=torch.uint8)
 
-    executor._runner.model.model.layers[-1].register_forward_pre_hook(want_more)
+    executor.model.model.layers[-1].register_forward_pre_hook(want_more)
 
     def is_cue(plan: Plan) -> bool:
         if cue == "once":
             return not done and plan.tokens >= MANY_ROWS
-        return cue in {str(piece.sequence.id) for piece in plan.slices}
+        return cue in {str(piece.request_id) for piece in plan.slices}
 
     def tight(plan: Plan) -> StepResult:
         nonlocal done, armed
@@ -60,5 +60,5 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Ge
             armed = False
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
-    executor.compute = tight  # type: ignore[method-assign]
+    executor.compute = tight
     return engine

@@ -24,8 +24,10 @@ REQUESTS = int(os.environ.get("PENSTOCK_PROOF_REQUESTS", "200"))
 LIMIT = 2150 << 20
 CONFIG = """
 [models]
-kv_least_tokens = 8192
+kv_min_tokens = 8192
 device = "cpu"
+
+[models."random:tiny-llama"]
 
 [models.starter-5]
 dtype = "bfloat16"

@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from penstock.testing.schemas import schemas
+from penstock.testing.schemas import bounds_texts, schemas
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,23 +42,23 @@ TOOLS: list[Any] = [
 ]
 
 
-async def _all(count: int, work: Callable[[int], Awaitable[bool]]) -> int:
-    """How many of `count` ended by themselves; a few run at once."""
+async def _all(count: int, work: Callable[[int], Awaitable[bool]]) -> list[bool]:
+    """Which of `count` ended by themselves; a few run at once."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> bool:
         async with turns:
             return await work(number)
 
-    return sum(await asyncio.gather(*(one(number) for number in range(count))))
+    return await asyncio.gather(*(one(number) for number in range(count)))
 
 
-def test_every_answer_that_ends_by_itself_keeps_to_its_schema(
+def test_answers_end_by_themselves_and_keep_to_their_schema(
     real_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = schemas(SCHEMAS, seed=1)
 
-    async def run() -> int:
+    async def run() -> list[bool]:
         async with openai.AsyncOpenAI(
             base_url=f"{real_url}/v1", api_key="none", timeout=600
         ) as client:
@@ -67,7 +67,7 @@ def test_every_answer_that_ends_by_itself_keeps_to_its_schema(
                 answer = await client.chat.completions.create(
                     model=MODEL,
                     messages=[{"role": "user", "content": "Give an example of the data."}],
-                    max_tokens=120,
+                    max_tokens=200,
                     seed=number,
                     response_format={
                         "type": "json_schema",
@@ -83,14 +83,21 @@ def test_every_answer_that_ends_by_itself_keeps_to_its_schema(
             return await _all(SCHEMAS, work)
 
     ended = asyncio.run(run())
+    bounded = [end for end, schema in zip(ended, made, strict=True) if bounds_texts(schema)]
     with capsys.disabled():
-        print(f"\n{ended} of {SCHEMAS} ended by themselves, all valid")  # noqa: T201
-    assert ended > SCHEMAS * 0.8
+        print(  # noqa: T201
+            f"\n{sum(ended)} of {SCHEMAS} ended by themselves, of those whose schema bounds its "
+            f"texts {sum(bounded)} of {len(bounded)}; all valid"
+        )
+        for number in [number for number, end in enumerate(ended) if not end]:
+            print(f"not ended: {number}: {json.dumps(made[number])[:400]}")  # noqa: T201
+    assert len(bounded) > SCHEMAS * 0.8
+    assert sum(bounded) >= len(bounded) * 0.99
 
 
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_a_call_that_must_be_made_is_made_and_valid(real_url: str, choice: str) -> None:
-    async def run() -> int:
+    async def run() -> list[bool]:
         async with openai.AsyncOpenAI(
             base_url=f"{real_url}/v1", api_key="none", timeout=600
         ) as client:
@@ -117,4 +124,4 @@ def test_a_call_that_must_be_made_is_made_and_valid(real_url: str, choice: str) 
 
             return await _all(CALLS, work)
 
-    assert asyncio.run(run()) == CALLS
+    assert all(asyncio.run(run()))

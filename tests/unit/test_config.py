@@ -10,7 +10,7 @@ import pytest
 
 from penstock import config
 from penstock.config import ConfigError, ModelSettings, parse_limit, parse_size
-from penstock.config.settings import Holds, knobs
+from penstock.config.knobs import Holds, knobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +44,23 @@ def test_later_wins_and_says_so() -> None:
     assert origins["server.host"] == "environment PENSTOCK_SERVER_HOST"
     assert origins["server.log_level"] == "given.toml"
     assert origins["server.max_body"] == "default"
+
+
+def test_the_origin_of_what_a_model_has_as_all_is_that_of_all() -> None:
+    text = "[models]\nttl = 60\n[models.'a.b']\ntemperature = 1\n"
+    origins = {key: origin for key, _, origin in load(text).values()}
+    assert origins["models.a.b.ttl"] == origins["models.ttl"] == "given.toml"
+    assert origins["models.a.b.temperature"] == "given.toml"
+    assert origins["models.a.b.dtype"] == "default"
+
+
+def test_settings_say_what_may_be_written() -> None:
+    server, model = knobs(config.ServerSettings), knobs(config.ModelSettings)
+    assert server["dashboard"].choices == ("full", "read-only", "off")
+    assert server["client_pulls"].choices == ("true", "false")
+    assert server["port"].choices == ()
+    units = [server[key].unit for key in ("max_body", "body_s", "port")]
+    assert [*units, model["ttl"].unit] == ["bytes", "s", None, "s"]
 
 
 def test_a_models_own_settings_stand_on_those_for_all() -> None:
@@ -220,3 +237,8 @@ def test_the_page_on_models_has_every_key() -> None:
             told |= {key.strip("` "): holds.strip() for key in keys.split(",")}
     words = {Holds.NOW: "at once", Holds.RELOAD: "after a reload"}
     assert told == {key: words[knob.holds] for key, knob in knobs(ModelSettings).items()}
+
+
+def test_the_old_name_of_a_setting_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"models\.m\.kv_min_tokens now"):
+        load("[models.m]\nkv_least_tokens = 100\n")

@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import shapes
+from penstock import sampling, shapes
+from penstock.catalog.encoders import (
+    EMBED,
+    RERANK,
+    Encoder,
+    kind_of_encoder,
+    module_tensors,
+    read_encoder,
+)
 from penstock.catalog.geometry import read_geometry
+from penstock.catalog.kv_formats import KvFormat, KvLayers
+from penstock.catalog.linear_formats import check_quantisation, quantisation
+from penstock.catalog.random_tensors import random_tensors
 from penstock.catalog.weights import (
     ITEM_BYTES,
     Weights,
@@ -16,13 +27,13 @@ from penstock.catalog.weights import (
     sum_weights,
 )
 from penstock.errors import ModelUnusable
+from penstock.memory.cost import MAX_CHUNK_TOKENS, GroupCost, KvCost
+from penstock.memory.device_kinds import CPU, DeviceKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ORIGIN_FILE = "penstock.json"  # written by pull: where a folder came from
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PACKED_BITS = {"mxfp4": 4, "fp8": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +48,25 @@ class Card:
     weights: Weights
     context: int  # the window the model was made for
     layers: tuple[str, ...]  # kinds: "full_attention", "sliding_attention", "linear_attention", ...
-    kv_values_per_token: int  # over all attention layers, keys and values
+    kv_layers: tuple[KvLayers, ...]  # what they keep of a token, by how far they look back
     hidden_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float]  # the author's, where the folder has them
     source: str  # where it came from, as `pull` spells it
+    encoder: Encoder | None = None  # of a kind that answers with vectors or scores
+
+    def vector_facts(self) -> dict[str, object]:
+        """What those who use its vectors check; nothing of a model that makes none."""
+        encoder = self.encoder
+        if encoder is None or self.kind != EMBED:
+            return {}
+        return {
+            "dimensions": encoder.default_dimensions,
+            "pooling": list(encoder.pooling),
+            "normalized": encoder.normalised,
+            "prompts": sorted(encoder.prompts),
+        }
 
     @property
     def parameters(self) -> int:
@@ -56,16 +80,37 @@ class Card:
 
     @property
     def dtype(self) -> str:
-        """The stored dtype, by torch's name."""
+        """The stored dtype of what is not packed, by torch's name."""
         return self.weights.dtype
 
-    def bytes_in_memory(self, dtype: str = "auto") -> int:
-        """Bytes of the weights once loaded as `dtype`; "auto" keeps the stored one."""
-        return self.weights.bytes_as(dtype)
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Names of the packed formats among its weights."""
+        return self.weights.formats
 
-    def kv_bytes_per_token(self, item_bytes: int) -> int:
-        """KV bytes of one token over all attention layers, at so many bytes per value."""
-        return self.kv_values_per_token * item_bytes
+    def bytes_in_memory(self, dtype: str = "auto", made: str = "", kind: DeviceKind = CPU) -> int:
+        """Bytes of the weights once loaded as `dtype`; "auto" keeps the stored one. `made`: the
+        format that layers are rounded to at load, if any; `kind`: of the device."""
+        return self.weights.bytes_as(dtype, made, kind)
+
+    def kv_cost(self, form: KvFormat, block_tokens: int, context: int, step_tokens: int) -> KvCost:
+        """What KV costs in a format, when `context` tokens are served."""
+        if self.encoder is not None:
+            return KvCost((), block_tokens)
+        sizes: dict[int | None, int] = {}
+        for layers in self.kv_layers or (KvLayers(None, 0, 0),):
+            window = layers.window
+            key = None if window is None or window >= context else window
+            sizes[key] = sizes.get(key, 0) + layers.size_bytes(form)
+        ordered = sorted(sizes.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
+        return KvCost(
+            groups=tuple(
+                GroupCost(form.token_bytes(size, block_tokens) * block_tokens, window)
+                for window, size in ordered
+            ),
+            block_tokens=block_tokens,
+            chunk_tokens=min(step_tokens, MAX_CHUNK_TOKENS),
+        )
 
 
 def read_card(path: Path, name: str | None = None) -> Card:
@@ -76,29 +121,32 @@ def read_card(path: Path, name: str | None = None) -> Card:
     config_path = path / "config.json"
     config = read_json(config_path)
     architecture = _architecture(config, config_path)
-    geometry = read_geometry(config, config_path)
+    kind = _kind(architecture, config, path)
+    encodes = kind in (EMBED, RERANK)
+    geometry = read_geometry(config, config_path, keeps_kv=not encodes)
     origin = _optional_json(path / ORIGIN_FILE)
     generation = _optional_json(path / "generation_config.json")
     source = str(origin.get("source") or path)
     return Card(
         name=name or path.name,
         path=path,
-        kind=_kind(architecture, config, path),
+        kind=kind,
         architecture=architecture,
         model_type=geometry.model_type,
         weights=_weights(path, config, config_path, source),
         context=geometry.context,
         layers=geometry.layers,
-        kv_values_per_token=geometry.kv_values,
+        kv_layers=geometry.kv_layers,
         hidden_size=geometry.hidden_size,
         vocab_size=geometry.vocab_size,
         eos_token_ids=_eos_token_ids(generation, config, path),
         sampling_defaults={
             field: float(value)
-            for field in _SAMPLING_FIELDS
-            if isinstance(value := generation.get(field), int | float)
+            for field, parameter in sampling.BY_NAME.items()
+            if parameter.author and isinstance(value := generation.get(field), int | float)
         },
         source=source,
+        encoder=read_encoder(path, kind, config, geometry.hidden_size) if encodes else None,
     )
 
 
@@ -116,42 +164,23 @@ def _architecture(config: dict[str, Any], path: Path) -> str:
 def _kind(architecture: str, config: dict[str, Any], path: Path) -> str:
     if config.get("is_encoder_decoder") is True:
         return "other"
-    if (path / "modules.json").exists():  # sentence-transformers
-        return "embed"
-    if architecture.endswith("ForSequenceClassification"):
-        return "rerank"
-    if architecture.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
-        return "generate"
-    if architecture.endswith(("Model", "ForMaskedLM")):
-        return "embed"
-    return "other"
+    generates = architecture.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+    return kind_of_encoder(architecture, config, path) or ("generate" if generates else "other")
 
 
 def _weights(path: Path, config: dict[str, Any], config_path: Path, source: str) -> Weights:
+    if source.startswith(shapes.PREFIX) and (said := quantisation(config)):
+        return sum_weights(random_tensors(config), path, said)
     if source.startswith(shapes.PREFIX):
         parameters = shapes.count_parameters(config)
         dtype = str(config.get("dtype"))
         if dtype not in ITEM_BYTES:
             raise ModelUnusable(f"{config_path}: dtype is {dtype!r}, not a floating-point type.")
         return Weights(parameters, parameters * ITEM_BYTES[dtype], dtype, 0)
-    return sum_weights(read_tensors(path), _packed_bits(config, config_path), path)
-
-
-def _packed_bits(config: dict[str, Any], path: Path) -> int | None:
-    """The width of one quantised weight, or None for a model that is not quantised."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return None
-    method = quantization.get("quant_method")
-    bits = _PACKED_BITS.get(str(method)) or quantization.get("bits")
-    if bits is None and method == "bitsandbytes":
-        bits = 4 if quantization.get("load_in_4bit") else 8
-    if bits is None and isinstance(groups := quantization.get("config_groups"), dict):
-        group: Any = next(iter(groups.values()), {})
-        bits = (group.get("weights") or {}).get("num_bits") if isinstance(group, dict) else None
-    if not isinstance(bits, int) or bits not in (1, 2, 3, 4, 5, 6, 8):
-        raise ModelUnusable(f"{path}: quantization_config ({method}) does not say how many bits.")
-    return bits
+    tensors = read_tensors(path) | module_tensors(path)
+    weights = sum_weights(tensors, path, quantisation(config))
+    check_quantisation(config, bool(weights.formats), config_path)
+    return weights
 
 
 def _eos_token_ids(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.catalog.kv_formats import KvLayers
 from penstock.errors import ModelUnusable
 
 if TYPE_CHECKING:
@@ -55,8 +56,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
     },
+    "phi3": {"original_max_position_embeddings": 4096},
+    "phi4_multimodal": {"original_max_position_embeddings": 4096},
 }
 
+# "su" is what longrope was called first.
+_LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
+_ORIGINAL = "original_max_position_embeddings"
+
+SLIDING = "sliding_attention"
+# Positions of a text start behind the number of the padding token in these families.
+POSITIONS_AFTER_PADDING = frozenset(
+    ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
+)
 NO_KV = frozenset(
     ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "mlp", "moe", "rwkv")
 )
@@ -74,14 +86,14 @@ _NEMOTRON_LETTERS = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the configuration says about shape; `kv_values` are per token, over all layers."""
+    """What the configuration says about shape; KV is counted per token."""
 
     model_type: str
     hidden_size: int
     vocab_size: int
     context: int
     layers: tuple[str, ...]
-    kv_values: int
+    kv_layers: tuple[KvLayers, ...]  # by how far they look back
 
 
 class Fields:
@@ -143,7 +155,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return _text_config(thinker) if isinstance(thinker, dict) else config
 
 
-def read_geometry(config: dict[str, Any], path: Path) -> Geometry:
+def read_geometry(config: dict[str, Any], path: Path, *, keeps_kv: bool = True) -> Geometry:
     """The geometry in `config`, which was read from `path`."""
     fields = Fields(config, path)
     layers = _layer_kinds(fields)
@@ -153,25 +165,56 @@ def read_geometry(config: dict[str, Any], path: Path) -> Geometry:
         vocab_size=fields.count(*VOCABULARY),
         context=_window(fields),
         layers=layers,
-        kv_values=sum(
-            _kv_values(fields, index, kind)
-            for index, kind in enumerate(layers)
-            if kind not in NO_KV
-        ),
+        kv_layers=_kv_layers(fields, layers) if keeps_kv else (),
     )
 
 
+def read_window(config: dict[str, Any], path: Path) -> int:
+    """The longest sequence that is served of a model; `config` was read from `path`."""
+    return _window(Fields(config, path))
+
+
 def _window(fields: Fields) -> int:
-    window = fields.count(*WINDOW)
-    scaling = fields.get("rope_scaling", "rope_parameters")
-    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":
-        # Some files state the window before scaling, some after: the scaled one is meant.
-        original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-        if isinstance(original, int) and isinstance(factor, int | float):
-            window = max(window, int(original * factor))
-    if fields.model_type in ("roberta", "xlm-roberta", "camembert"):
-        window -= 1 + fields.index("pad_token_id", default=1)  # positions start after padding
-    return window
+    """What the configuration states, as far as its rotary embedding reaches.
+
+    Some files state the length before scaling by yarn, some after: the scaled one is meant. Tables
+    of the kinds in `_LENGTH_DEPENDENT_ROPE` change with the longest position in a batch, and then a
+    request's answer would depend on its neighbours, so the window ends where they would change.
+    """
+    stated = window = fields.count(*WINDOW)
+    ends = []
+    for rope in _ropes(fields):
+        kind = rope.get("rope_type") or rope.get("type")
+        original = fields.get(_ORIGINAL) or rope.get(_ORIGINAL) or stated
+        if fields.model_type == "phi3" and kind == "yarn":
+            kind = "longrope"  # what its first files called it
+        if kind == "yarn" and isinstance(factor := rope.get("factor"), int | float):
+            window = max(window, int(fields.positive(original, _ORIGINAL) * factor))
+        elif kind in _LENGTH_DEPENDENT_ROPE:
+            ends.append(fields.positive(original, _ORIGINAL))
+    window = min(window, *ends) if ends else window
+    return window - _first_position(fields)
+
+
+def read_first_position(config: dict[str, Any], path: Path) -> int:
+    """The position of a text's first token."""
+    return _first_position(Fields(config, path))
+
+
+def _first_position(fields: Fields) -> int:
+    if fields.model_type not in POSITIONS_AFTER_PADDING:
+        return 0
+    return 1 + fields.index("pad_token_id", default=1)
+
+
+def _ropes(fields: Fields) -> list[dict[str, Any]]:
+    """The parameters of every rotary embedding: one for all layers, or one for each kind."""
+    # An empty table is none, and the old name wins, as in transformers.
+    found = fields.get("rope_scaling") or fields.get("rope_parameters")
+    if not isinstance(found, dict):
+        return []
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]
 
 
 def _layer_kinds(fields: Fields) -> tuple[str, ...]:
@@ -227,17 +270,30 @@ def _full_layers(fields: Fields, count: int) -> frozenset[int] | None:
     return None
 
 
-def _kv_values(fields: Fields, index: int, kind: str) -> int:
-    """Keys and values that layer `index` stores for one token."""
+def _kv_layers(fields: Fields, layers: tuple[str, ...]) -> tuple[KvLayers, ...]:
+    """Keys and values of a token, by the window of the layers that store them."""
+    found: dict[int | None, KvLayers] = {}
+    for index, kind in enumerate(layers):
+        if kind not in NO_KV:
+            window = fields.optional_count("sliding_window") if kind == SLIDING else None
+            heads, dims = _kv_shape(fields, index, kind)
+            before = found.get(window, KvLayers(window, 0, 0))
+            found[window] = KvLayers(
+                window, before.values + heads * dims, before.vectors + 2 * heads
+            )
+    return tuple(found.values())
+
+
+def _kv_shape(fields: Fields, index: int, kind: str) -> tuple[int, int]:
+    """KV heads of layer `index`, and the width of a key and a value of one of them together."""
     if fields.get("kv_lora_rank") is not None:  # latent attention, counted as expanded K and V
-        heads = fields.count(*HEADS)
         key = fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
-        return heads * (key + fields.count("v_head_dim"))
+        return fields.count(*HEADS), key + fields.count("v_head_dim")
     heads, dim = _kv_heads(fields, index), _head_dim(fields)
     if kind == "full_attention":  # Gemma 4: its full layers have a geometry of their own
         heads = fields.optional_count("num_global_key_value_heads") or heads
         dim = fields.optional_count("global_head_dim") or dim
-    return 2 * heads * dim
+    return heads, 2 * dim
 
 
 def _head_dim(fields: Fields) -> int:

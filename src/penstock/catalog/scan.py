@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING
 
 from penstock import shapes
 from penstock.catalog.card import Card, read_card
-from penstock.errors import ModelUnusable, UnknownModel
+from penstock.errors import ModelUnusable, UnknownModel, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _MODEL_FILES = {".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt", ".py"}
 _TEMPLATES = "additional_chat_templates"
+_MODULES = "[0-9]*_*/*"  # of sentence-transformers
 _CACHE_PREFIX = "models--"
 Marks = tuple[tuple[str, int, int, int], ...]
-_NOT_CONVERTED = "{path} is a GGUF file, served once `penstock pull {path}` has converted it."
+_LOOSE = "{path} is a GGUF file; `penstock pull {path}` makes a model folder of it."
 
 
 def huggingface_cache(environment: Mapping[str, str] = os.environ) -> Path:
@@ -36,45 +37,76 @@ def huggingface_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class Catalog:
-    """The models in some directories and a Hugging Face cache, found anew at each call."""
+    """The models in some directories and a Hugging Face cache, found anew at each call; a folder is
+    read again when its files have changed."""
 
     def __init__(self, model_dirs: Sequence[Path], hf_cache: Path | None = None) -> None:
         self._model_dirs = [Path(folder) for folder in model_dirs]
         self._hf_cache = hf_cache
         # Folders that look like models but cannot be used: the sentence, by name. Set by `scan`.
         self.problems: dict[str, str] = {}
+        self.names: frozenset[str] = frozenset()  # of the folders that were seen last
+        self._read: dict[Path, tuple[Marks, Card | str]] = {}  # the card, or what is wrong
 
     def scan(self) -> dict[str, Card]:
         """Every usable model by name; the unusable are left in `problems`."""
         cards: dict[str, Card] = {}
         problems: dict[str, str] = {}
-        for name, path in self._folders().items():
+        folders = self._folders()
+        for name, path in folders.items():
             try:
-                cards[name] = read_card(path, name)
+                cards[name] = self._card(path, name)
             except ModelUnusable as error:
                 problems[name] = error.message
         for path in self._loose_files():
-            problems[path.name] = _NOT_CONVERTED.format(path=path)
+            problems[path.name] = _LOOSE.format(path=path)
         self.problems = problems
+        present = set(folders.values())
+        for path in [path for path in self._read if path not in present]:
+            self._read.pop(path, None)
         return cards
 
     def find(self, name: str) -> Card:
         """The model called `name`: UnknownModel lists the known, ModelUnusable says what is wrong.
-
-        A `random:SHAPE` that is not there yet is made on the spot; it is a few small files.
-        """
+        Nothing is written: whoever may use a model may ask for any name."""
         folders = self._folders()
         if name in folders:
-            return read_card(folders[name], name)
+            return self._card(folders[name], name)
         if name.startswith(shapes.PREFIX):
-            return read_card(self._make_shape(name), name)
+            shapes.shape_config(name)
+            raise UnknownModel(
+                f"{name} has not been made here. It is when `--model` or a section of the settings "
+                "names it, or an operator loads it (`penstock load`) or pulls it (`penstock pull`)."
+            )
         for path in self._loose_files():
             if name in (path.name, path.stem):
-                raise ModelUnusable(_NOT_CONVERTED.format(path=path))
+                raise ModelUnusable(_LOOSE.format(path=path))
         known = (
             ", ".join(sorted(folders)) or "none yet: `penstock pull smollm2` fetches a first one"
         )
-        raise UnknownModel(f"There is no model {name!r}. Known models: {known}.")
+        raise UnknownModel(f"There is no model {shortened(name)!r}. Known models: {known}.")
+
+    def make(self, name: str) -> Card:
+        """As `find`, for whom the machine obeys: a `random:SHAPE` that is not there yet is made. It
+        is a few small files."""
+        if name.startswith(shapes.PREFIX) and name not in self._folders():
+            return read_card(self._make_shape(name), name)
+        return self.find(name)
+
+    def _card(self, path: Path, name: str) -> Card:
+        marks = file_marks(path)
+        known = self._read.get(path)
+        if known is None or known[0] != marks:
+            try:
+                known = marks, read_card(path, name)
+            except ModelUnusable as error:
+                known = marks, error.message
+            if marks:  # otherwise the folder is being replaced
+                self._read[path] = known
+        card = known[1]
+        if isinstance(card, str):
+            raise ModelUnusable(card)
+        return card
 
     def _folders(self) -> dict[str, Path]:
         """Model folders by name; an earlier directory wins over a later one and over the cache."""
@@ -85,6 +117,7 @@ class Catalog:
         if self._hf_cache is not None:
             for name, path in _cached_snapshots(self._hf_cache):
                 found.setdefault(name, path)
+        self.names = frozenset(found)
         return dict(sorted(found.items()))
 
     def _loose_files(self) -> list[Path]:
@@ -110,7 +143,6 @@ def make_shape_folder(name: str, models: Path) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=".shape-", dir=models))
     try:
         shapes.write_folder(name, staging)
-        staging.chmod(0o755)
         staging.rename(final)
     except OSError:
         if not final.is_dir():  # else another process made the same folder first, which is as good
@@ -125,7 +157,8 @@ def file_marks(folder: Path) -> Marks:
     files."""
     marks: list[tuple[str, int, int, int]] = []
     try:
-        for path in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")):
+        templates, modules = (folder / _TEMPLATES).glob("*.jinja"), folder.glob(_MODULES)
+        for path in (*folder.iterdir(), *templates, *modules):
             if path.suffix not in _MODEL_FILES:
                 continue
             found = path.stat()

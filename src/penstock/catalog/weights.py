@@ -9,17 +9,38 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.errors import ModelUnusable
+import msgspec
+
+from penstock.catalog.gguf import checkpoint as gguf
+from penstock.catalog.linear_formats import (
+    MADE_AT_LOAD,
+    check_quantisation,
+    is_unused,
+    packed_linears,
+    quantisation,
+    scratch_bytes,
+    split_name,
+)
+from penstock.errors import ModelUnusable, shortened
+from penstock.memory.device_kinds import CPU, DeviceKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.catalog.linear_formats import FormattedWeight
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_MAX_HEADER_BYTES = 32 << 20  # of one file: 200,000 tensors; the format allows 100 MB
+_MAX_JSON_BYTES = 64 << 20  # the index of 500,000 tensors
+# In any of these files. One takes a hundred bytes in memory, and two in the file.
+_MAX_VALUES = 1 << 21
 
 # safetensors' names for dtypes, with the bits of one element (some are smaller than a byte).
 _BITS = {
@@ -56,24 +77,73 @@ class Tensor:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; anything else is an error that names the file."""
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ModelUnusable(f"{path} holds a JSON {type(value).__name__}, not an object.")
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a JSON file; anything else is an error that names the file."""
+    value = _read_json(path)
+    if not isinstance(value, list):
+        raise ModelUnusable(f"{path} holds a JSON {type(value).__name__}, not a list.")
+    return value
+
+
+def _read_json(path: Path) -> Any:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON_BYTES + 1)
+        if len(text) > _MAX_JSON_BYTES:
+            raise ModelUnusable(f"{path} is longer than {_MAX_JSON_BYTES} bytes.")
+        _check_values(text)
+        return json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise ModelUnusable(f"{path} is missing.") from None
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ModelUnusable(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelUnusable(f"{path} holds a JSON {type(value).__name__}, not an object.")
-    return value
+
+
+def _check_values(text: bytes) -> None:
+    if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in `folder`, over all its shards."""
     if (folder / INDEX_FILE).exists():
         return _read_shards(folder)
+    if (file := gguf_file(folder)) is not None:
+        return {
+            entry.name: Tensor(entry.dtype, entry.shape, entry.size_bytes)
+            for entry in gguf.read_entries(file)
+        }
     return read_header(_single_file(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold them."""
+    if (folder / INDEX_FILE).exists():
+        return [folder / shard for shard in sorted(_shards(folder))]
+    if (file := gguf_file(folder)) is not None:
+        return gguf.split_files(file)
+    return [_single_file(folder)]
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The first GGUF file of a folder that has its weights in such; None: it has safetensors."""
+    if any((folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE)):
+        return None
+    models = gguf.models_among([path.name for path in folder.glob("*.gguf")])
+    if len(models) > 1:
+        raise ModelUnusable(
+            f"{folder} has {len(models)} GGUF models ({', '.join(sorted(models)[:4])}); a model's "
+            "folder has one. `penstock pull FILE` makes a folder of each."
+        )
+    return folder / next(iter(models)) if models else None
 
 
 def _single_file(folder: Path) -> Path:
@@ -96,7 +166,8 @@ def _single_file(folder: Path) -> Path:
     raise ModelUnusable(f"{folder} has no weights: {SINGLE_FILE} is missing.")
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def _shards(folder: Path) -> dict[str, set[str]]:
+    """The tensors of each file that the index names."""
     index_path = folder / INDEX_FILE
     mapping = read_json(index_path).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
@@ -112,8 +183,12 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
             f"{folder} lacks {len(missing)} of its {len(shards)} weight files ({missing[0]} is the "
             "first); the download is incomplete."
         )
+    return shards
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for shard, names in sorted(shards.items()):
+    for shard, names in sorted(_shards(folder).items()):
         header = read_header(folder / shard)
         if lost := sorted(names - header.keys()):
             raise ModelUnusable(f"{folder / shard} lacks {lost[0]}, which {INDEX_FILE} promises.")
@@ -139,32 +214,88 @@ def read_header(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be read: {error.strerror}.") from error
     try:
-        header = json.loads(text)
-        entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _check_values(text)
+        header = _header_decoder.decode(text)
+        _metadata_decoder.decode(header.pop("__metadata__", _NO_METADATA))
+        entries = {name: _entry_decoder.decode(value) for name, value in header.items()}
+        data_bytes = _check_entries(entries)
+    except (ValueError, RecursionError) as error:
         raise ModelUnusable(f"{path} has a broken safetensors header: {error}.") from error
-    data_bytes = max((end for _, end in entries.values()), default=0)
     expected_bytes = _LENGTH.size + header_bytes + data_bytes
     if size_bytes != expected_bytes:
         raise ModelUnusable(
             f"{path} is {size_bytes} bytes but its header describes {expected_bytes}; it is "
             "truncated or damaged, so fetch it again."
         )
-    return {name: tensor for name, (tensor, _) in entries.items()}
+    return {
+        name: Tensor(entry.dtype, tuple(entry.shape), entry.size_bytes)
+        for name, entry in entries.items()
+    }
 
 
-def _entry(value: dict[str, Any]) -> tuple[Tensor, int]:
-    """A header entry and the offset at which its data ends."""
-    begin, end = value["data_offsets"]
-    shape = tuple(value["shape"])
-    dtype = value["dtype"]
-    if dtype not in _BITS:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    if not all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape)):
-        raise ValueError("offsets and shapes must be non-negative integers")
-    if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise ValueError(f"shape {list(shape)} of {dtype} does not fill {end - begin} bytes")
-    return Tensor(dtype, shape, end - begin), end
+class _Entry(msgspec.Struct, gc=False):
+    """Of a header: one tensor."""
+
+    dtype: str
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[int, int]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+# Values stay text until their form is known: what has another one is never made.
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
+_entry_decoder = msgspec.json.Decoder(_Entry)
+_NO_METADATA = msgspec.Raw(b"{}")
+
+
+def _check_entries(entries: Mapping[str, _Entry]) -> int:
+    """How many bytes of data they describe, one behind the other as the format wants it."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype not in _BITS:
+            raise ValueError(f"{shortened(name)} is of the unknown dtype {shortened(entry.dtype)}")
+        if entry.data_offsets[0] != end:
+            what = (
+                "overlaps the tensor before it" if entry.data_offsets[0] < end else "leaves a gap"
+            )
+            raise ValueError(f"{shortened(name)} {what} at byte {end}")
+        if entry.size_bytes * 8 != math.prod(entry.shape) * _BITS[entry.dtype]:
+            raise ValueError(
+                f"the shape {shortened(str(entry.shape))} of {shortened(name)} in {entry.dtype} "
+                f"does not fill {entry.size_bytes} bytes"
+            )
+        end = entry.data_offsets[1]
+    return end
+
+
+def packed_weights(folder: Path, dtype: str) -> dict[str, FormattedWeight]:
+    """Weights that stay packed in memory with a `dtype` setting, by the names of their modules."""
+    config_path = folder / "config.json"
+    tensors, config = read_tensors(folder), read_json(config_path)
+    said = quantisation(config)
+    check_quantisation(config, bool(packed_linears(tensors, "", folder, said)), config_path)
+    return packed_linears(tensors, dtype, folder, said)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a checkpoint's weights in a packed format."""
+
+    parameters: int = 0
+    resident_bytes: int = 0
+
+    @classmethod
+    def of(cls, linears: Iterable[FormattedWeight]) -> Part:
+        """Their sums."""
+        all_of_them = list(linears)
+        return cls(
+            sum(linear.parameters for linear in all_of_them),
+            sum(linear.resident_bytes for linear in all_of_them),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,42 +304,62 @@ class Weights:
 
     parameters: int
     stored_bytes: int
-    dtype: str  # torch's name of the dtype that holds most of the bytes
+    dtype: str  # torch's name of the dtype of most bytes that are not packed
     kept_bytes: int  # elements that keep their stored form in memory (positions, masks, ...)
+    formats: tuple[str, ...] = ()  # of its packed weights, by name
+    # What is packed in memory, by the `dtype` setting: "" for any that makes no format at load.
+    packed: Mapping[str, Part] = field(default_factory=dict)
 
-    def bytes_as(self, dtype: str) -> int:
-        """Bytes in memory once every parameter is a `dtype` ("auto": as stored)."""
+    def bytes_as(self, dtype: str, made: str = "", kind: DeviceKind = CPU) -> int:
+        """Bytes in memory once every parameter that is not packed is a `dtype` ("auto": as stored);
+        `made` is the format that plain weights of layers are rounded to at load, `kind` that of the
+        device."""
         wanted = self.dtype if dtype == "auto" else dtype
         if wanted not in ITEM_BYTES:
             raise ModelUnusable(
                 f"dtype {wanted!r} is not one of auto, {', '.join(sorted(ITEM_BYTES))}.",
                 param="dtype",
             )
-        return self.parameters * ITEM_BYTES[wanted] + self.kept_bytes
+        if made and made not in self.packed:
+            raise ModelUnusable(
+                f"a model of random weights is not rounded to {made}: choose another dtype.",
+                param="dtype",
+            )
+        packed = self.packed.get(made, Part())
+        plain = (self.parameters - packed.parameters) * ITEM_BYTES[wanted]
+        scratch = scratch_bytes(packed.resident_bytes, kind)
+        return plain + packed.resident_bytes + scratch + self.kept_bytes
 
 
-def sum_weights(tensors: dict[str, Tensor], packed_bits: int | None, path: Path) -> Weights:
-    """Add up a checkpoint; `packed_bits` is the width of a weight packed into integers.
-
-    Quantised weights count as the parameters they stand for, since they are de-quantised on load.
-    """
-    parameters = stored = kept = 0
+def sum_weights(tensors: dict[str, Tensor], path: Path, said: Mapping[str, Any]) -> Weights:
+    """Add up a checkpoint; `said` is its quantization_config."""
+    linears = packed_linears(tensors, "", path, said)
+    parameters = sum(linear.parameters for linear in linears.values())
+    stored = kept = 0
     by_dtype: dict[str, int] = {}
     for name, tensor in tensors.items():
         stored += tensor.size_bytes
+        module, leaf = split_name(name)
+        # Of packed weights only the bytes in memory count, not which tensors they come from.
+        packed = linears.get(module)
+        if (packed is not None and leaf in packed.tensors) or (linears and is_unused(name)):
+            continue
         if tensor.dtype in TORCH_NAMES:
             parameters += tensor.elements
             by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.size_bytes
-        elif packed_bits is not None and _is_packed(name):
-            parameters += tensor.size_bytes * 8 // packed_bits
         else:
             kept += tensor.size_bytes
     if not by_dtype or not parameters:
         raise ModelUnusable(f"{path} has no floating-point weights.")
     largest = max(by_dtype, key=lambda tag: by_dtype[tag])
-    return Weights(parameters, stored, TORCH_NAMES[largest], kept)
-
-
-def _is_packed(name: str) -> bool:
-    last = name.rsplit(".", 1)[-1]
-    return last in ("qweight", "weight", "weight_packed") or last.endswith("_blocks")
+    return Weights(
+        parameters,
+        stored,
+        TORCH_NAMES[largest],
+        kept,
+        tuple(sorted({linear.format.name for linear in linears.values()})),
+        {
+            made: Part.of(packed_linears(tensors, made, path, said).values())
+            for made in ("", *MADE_AT_LOAD)
+        },
+    )

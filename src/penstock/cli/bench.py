@@ -24,7 +24,7 @@ from penstock import config
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.cli.remote import RemoteError, connect, require_success
 from penstock.cli.terminal import print_json
-from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.server.processes.fork_server_client import WORKER_ENVIRONMENT
 
 if TYPE_CHECKING:
     import argparse
@@ -39,12 +39,12 @@ def engine(options: argparse.Namespace) -> int:
     """Decode and prefill of one model, without a server."""
     settings = config.load(options.config)
     catalog = Catalog(settings.model_dirs, settings.models.hf_cache or huggingface_cache())
-    card = catalog.find(options.model)
-    command = [sys.executable, "-m", "penstock.worker.bench", str(card.path)]
-    for flag in ("device", "dtype", "streams", "context", "new", "prefill", "memory"):
+    card = catalog.make(options.model)
+    command = [sys.executable, "-m", "penstock.worker.profiling.bench", str(card.path)]
+    for flag in ("device", "dtype", "kv_dtype", "streams", "context", "new", "prefill", "memory"):
         value = getattr(options, flag)
         if value is not None:
-            command += [f"--{flag}", str(value)]
+            command += [f"--{flag.replace('_', '-')}", str(value)]
     return subprocess.run(command, check=False, env={**os.environ, **WORKER_ENVIRONMENT}).returncode
 
 
@@ -66,9 +66,10 @@ def serve(options: argparse.Namespace) -> int:
     with connect(options) as client:
         model = options.model or _only_model(client)
         warm = min(options.clients, options.requests)
-        asyncio.run(_load(client, model, options, range(warm)))
+        asyncio.run(_load(client, model, options, "warm-up", range(warm)))
         busy, started = _busy_seconds(client), time.perf_counter()
-        timed = asyncio.run(_load(client, model, options, range(warm, warm + options.requests)))
+        numbered = range(warm, warm + options.requests)
+        timed = asyncio.run(_load(client, model, options, "measuring", numbered))
         seconds = time.perf_counter() - started
         computed = _busy_seconds(client) - busy
     tokens = options.requests * options.output
@@ -116,7 +117,7 @@ def _busy_seconds(client: httpx.Client) -> float:
 
 
 async def _load(
-    client: httpx.Client, model: str, options: argparse.Namespace, numbered: range
+    client: httpx.Client, model: str, options: argparse.Namespace, phase: str, numbered: range
 ) -> list[Timed]:
     """Completions of the prompts with these numbers, at most `clients` at a time."""
     # Always other numbers on a fresh server: KV of a prompt that was there before is found again.
@@ -138,6 +139,9 @@ async def _load(
                 }
             )
             timed.append(await _complete(str(client.base_url), key, body))
+            if options.progress:
+                sys.stderr.write(f"progress {phase} {len(timed)} {len(numbered)}\n")
+                sys.stderr.flush()
 
     await asyncio.gather(*(one_client() for _ in range(min(options.clients, len(numbered)))))
     return timed

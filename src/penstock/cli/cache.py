@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.progress import (
 from penstock import config
 from penstock.cli.terminal import print_json, print_line, print_table, size
 from penstock.errors import PenstockError
+from penstock.server.admin.cache import summary_view, when
 from penstock.tiers import Quota, Store
 
 if TYPE_CHECKING:
@@ -37,28 +37,8 @@ def stats(options: argparse.Namespace) -> int:
     with _store(options) as store:
         found = store.summary()
     by_use = sorted(found.models.items(), key=lambda item: -item[1].used_ns)
-    models = [
-        {
-            "model": use.label or None,
-            "id": model,
-            "files": use.files,
-            "bytes": use.bytes,
-            "last_used": _when(use.used_ns),
-        }
-        for model, use in by_use
-    ]
     if options.json:
-        print_json(
-            {
-                "dir": store.directory,
-                "held_bytes": found.held_bytes,
-                "quota_bytes": found.quota_bytes,
-                "free_bytes": found.free_bytes,
-                "other_files": found.other_files,
-                "other_bytes": found.other_bytes,
-                "models": models,
-            }
-        )
+        print_json(summary_view(store, found))
         return 0
     print_line(
         f"{store.directory} holds {size(found.held_bytes)} of at most {size(found.quota_bytes)}; "
@@ -74,7 +54,7 @@ def stats(options: argparse.Namespace) -> int:
         print_table(
             ("model", "files begin with", "files", "bytes", "last used"),
             [
-                (use.label, model, use.files, size(use.bytes), _when(use.used_ns))
+                (use.label, model, use.files, size(use.bytes), when(use.used_ns))
                 for model, use in by_use
             ],
         )
@@ -135,7 +115,3 @@ def _bar(what: str, *columns: Any) -> Iterator[Callable[[int, int], None]]:
     with Progress(*shown, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _when(used_ns: int) -> str:
-    return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()

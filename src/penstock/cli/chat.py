@@ -7,14 +7,14 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from penstock.cli.remote import RemoteError, connect, require_success
 from penstock.cli.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+
+    import httpx
 
 # Which state a model should be in that nobody has named; any other is the third best.
 _PREFERENCE = {"ready": 0, "loading": 1, "failed": 3}
@@ -79,14 +79,14 @@ def _show(pieces: Iterator[str]) -> None:
 def _choose_model(client: httpx.Client) -> str:
     """The server's default, else a loaded model, else the first on disk that has not failed."""
     default = client.get("/admin/api/plan")
-    if default.status_code != httpx.codes.BAD_REQUEST:  # which says that it has none
-        require_success(default)
+    if default.is_success:
         return str(default.json()["model"])
-    resident = client.get("/admin/api/models")
-    require_success(resident)
+    # It has none, or says that only to operators: what is loaded is not to be known then either.
+    usage = client.get("/admin/api/models")
     known = client.get("/v1/models")
     require_success(known)
-    states = {model["name"]: model["state"] for model in resident.json()}
+    rows = usage.json() if usage.is_success else []
+    states = {model["name"]: model["state"] for model in rows}
     names = [str(model["root"]) for model in known.json()["data"] if model["kind"] == "generate"]
     if not names:
         raise RemoteError("The server has no model; `penstock pull smollm2` fetches a first one.")

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock import config, sources
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.cli import flags_of
 from penstock.cli.terminal import number, phases, print_json, print_line, print_table, size
+from penstock.server.admin.views import card_row
 
 if TYPE_CHECKING:
     import argparse
 
-    from penstock.catalog import Card
+
+_COLUMNS = (
+    "name", "kind", "architecture", "parameters", "stored", "in memory", "format", "kv",
+    "context", "alias", "from",
+)  # fmt: skip
 
 
 def pull(options: argparse.Namespace) -> int:
     """Fetch a model; the bar goes to the terminal, the outcome to the output."""
     settings = config.load(options.config)
     with phases() as shown:
-        card = sources.pull(options.spec, settings.home, shown)
+        card = sources.pull(options.spec, settings.home, shown, convert=options.convert)
     if options.json:
         print_json(card_row(card, settings.models))
     else:
         verb = "is already at" if shown.latest == "present" else "is now at"
-        print_line(f"{card.name} {verb} {card.path} ({size(card.weight_bytes)}).")
+        formats = f", {', '.join(card.formats)}" if card.formats else ""
+        print_line(f"{card.name} {verb} {card.path} ({size(card.weight_bytes)}{formats}).")
     return 0
 
 
@@ -42,14 +48,17 @@ def list_models(options: argparse.Namespace) -> int:
         print_line("There is no model yet; `penstock pull smollm2` fetches a first one.")
     else:
         print_table(
-            ("name", "kind", "architecture", "parameters", "bytes", "context", "alias", "from"),
+            _COLUMNS,
             [
                 (
                     row["name"],
                     row["kind"],
                     row["architecture"],
                     number(row["parameters"]),
+                    size(row["stored_bytes"]),
                     size(row["bytes"]),
+                    ", ".join(row["formats"]) or row["dtype"],
+                    row["kv_dtype"],
                     row["context"],
                     ", ".join(row["aliases"]),
                     row["source"],
@@ -60,20 +69,3 @@ def list_models(options: argparse.Namespace) -> int:
     for name, problem in (catalog.problems | settings.models.hidden(cards)).items():
         sys.stderr.write(f"{name} cannot be used: {problem}\n")
     return 0
-
-
-def card_row(card: Card, models: config.ModelsSettings) -> dict[str, Any]:
-    """A model as `list --json` shows it."""
-    return {
-        "name": card.name,
-        "path": str(card.path),
-        "kind": card.kind,
-        "architecture": card.architecture,
-        "parameters": card.parameters,
-        "bytes": card.bytes_in_memory(),
-        "context": card.context,
-        "dtype": card.dtype,
-        "stored_bytes": card.weight_bytes,
-        "source": card.source,
-        "aliases": models.settings(card.name).alias,
-    }

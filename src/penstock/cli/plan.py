@@ -43,46 +43,53 @@ def _ask(options: argparse.Namespace) -> dict[str, Any]:
 def _work_out(options: argparse.Namespace) -> dict[str, Any]:
     """As a server that is started now would: by estimates, with no other model loaded."""
     from penstock.memory.admission import largest_kv
-    from penstock.memory.baseline import Baseline
-    from penstock.memory.gauge import read_gpus, read_ram, resolve_device
+    from penstock.memory.bookings import ProcessBooking
+    from penstock.memory.clients.requests import floor_bytes
+    from penstock.memory.domains import RAM, domain_of
     from penstock.memory.guard import open_books
-    from penstock.memory.limits import SERVER_BYTES, TEMPLATE_BYTES, domain_of
-    from penstock.memory.requests import floor_bytes
-    from penstock.server.plans import fitting, plan_for
+    from penstock.memory.limits import FORK_SERVER_BYTES, SERVER_BYTES
+    from penstock.memory.readings.gauge import read_gpus, read_ram, resolve_device
+    from penstock.server.residency.load_estimate import estimate_load, fitting
 
     settings = config.load(options.config, flags=flags_of(options))
     catalog = Catalog(settings.model_dirs, settings.models.hf_cache or huggingface_cache())
-    card, gpus = catalog.find(options.model), read_gpus()
+    card, gpus = catalog.make(options.model), read_gpus()
     model = settings.models.settings(card.name)
     device = resolve_device(model.device, gpus)
     ledger = open_books(settings.memory, read_ram(), gpus)
-    plan = plan_for(card, model, device, ledger.snapshot()[domain_of(device)].limit_bytes)
-    limit = ledger.snapshot()["ram"].limit_bytes
+    plan = estimate_load(card, model, device, ledger.snapshot()[domain_of(device)].limit_bytes)
+    limit = ledger.snapshot()[RAM].limit_bytes
     for owner, estimate in (
         ("server", SERVER_BYTES),
-        ("template", TEMPLATE_BYTES),
+        ("fork server", FORK_SERVER_BYTES),
         ("requests", floor_bytes(limit)),
     ):
-        Baseline(ledger, owner, estimate)
-    room = plan.planned_room()
-    kv_bytes = largest_kv(ledger.snapshot(), room, ())
+        ProcessBooking(ledger, owner, estimate)
+    capacity = plan.planned_capacity()
+    kv_bytes = largest_kv(ledger.snapshot(), capacity, ())
     return plan.summary() | {
-        **fitting(room, kv_bytes, options.context, options.concurrency),
+        **fitting(capacity, kv_bytes, options.context, options.concurrency),
         "loaded": False,
-        "fixed_bytes": room.fixed_bytes,
-        "limit_bytes": ledger.snapshot()[room.domain].limit_bytes,
+        "fixed_bytes": capacity.fixed_bytes,
+        "limit_bytes": ledger.snapshot()[capacity.domain].limit_bytes,
         "source": "estimate",
     }
 
 
 def _lines(answer: dict[str, Any]) -> list[str]:
     how = "measured" if answer["loaded"] else "estimated; a load measures it"
+    stored = ", ".join([*answer["formats"], f"{size(answer['stored_bytes'])} stored"])
     lines = [
         f"{answer['model']} in {answer['dtype']} on {answer['device']}, within "
         f"{size(answer['limit_bytes'])} of {answer['domain']}:",
-        f"  {size(answer['weight_bytes'])} weights, {size(answer['fixed_bytes'])} with the process "
-        f"and the largest step ({how})",
-        f"  {size(answer['kv_bytes'])} for KV at {size(answer['kv_bytes_per_token'])} a token",
+        f"  {size(answer['weight_bytes'])} weights ({stored}), {size(answer['fixed_bytes'])} with "
+        f"the process and the largest step ({how})",
+    ]
+    if not answer["kv_groups"]:
+        return [*lines, f"  no KV: each text, up to {answer['window']} tokens, is computed whole"]
+    lines += [
+        f"  {size(answer['kv_bytes'])} for KV in {answer['kv_dtype']} at "
+        f"{size(answer['kv_bytes_per_token'])} a token of {answer['context']}",
         f"  longest context: {answer['longest_context']} of {answer['window']} tokens",
         f"  at once: {answer['concurrency_at_context']} sequences of {answer['context']} tokens",
     ]

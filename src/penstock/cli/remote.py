@@ -25,13 +25,14 @@ class NoServer(RemoteError):  # noqa: N818 - named for what is the case
 
 @contextmanager
 def connect(options: argparse.Namespace) -> Iterator[httpx.Client]:
-    """A client for the server that `--url`, `--api-key` and the settings point to."""
+    """A client for the server that `--url`, `--api-key` and the settings point to. An admin key
+    opens everything, so that is the one taken from the settings if there is one."""
     settings = config.load(options.config).server
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     # An address to listen on everywhere is none to connect to.
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     url = options.url or f"http://{host}:{settings.port}"
-    key = options.api_key or next(iter(settings.api_keys), None)
+    key = options.api_key or next(iter(settings.admin_keys + settings.api_keys), None)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         with httpx.Client(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from penstock.cli.terminal import Phases
 
-_COLUMNS = ("name", "state", "memory", "context", "idle", "ttl", "pinned", "progress")
+_COLUMNS = (
+    *("name", "state", "memory", "kv", "context", "idle", "ttl", "pinned", "drafts", "progress"),
+)
 
 
 def ps(options: argparse.Namespace) -> int:
@@ -45,11 +47,21 @@ def _shown(row: dict[str, Any]) -> tuple[object, ...]:
         row["name"],
         row["state"],
         size(row["bytes"]),
+        row.get("kv_dtype", ""),
         row["context"],
         used,
         f"{row['ttl_s']:.0f} s" if row["ttl_s"] else "never",
         "yes" if row["pinned"] else "no",
+        _drafts(row),
         _progress(row),
+    )
+
+
+def _drafts(row: dict[str, Any]) -> str:
+    """How many guessed tokens were right, by who guessed."""
+    drafts: dict[str, dict[str, int]] = row.get("drafts") or {}
+    return ", ".join(
+        f"{name} {each['accepted']} of {each['verified']}" for name, each in drafts.items()
     )
 
 

@@ -30,7 +30,7 @@ def _announce(started: Started, settings: config.Config, *, as_json: bool) -> No
         content = {
             "url": started.url,
             "models": started.models,
-            "limits": dict(started.limits),
+            "limits": {str(domain): limit for domain, limit in started.limits.items()},
             "device": started.device,
             "default": settings.models.default,
             "guard": started.guard,

@@ -8,20 +8,14 @@ after a reload or a restart, is `changes`'.
 """
 
 from penstock.config.changes import RELOAD_KEYS, Changes, compare, reload_keys
+from penstock.config.knobs import ConfigError
 from penstock.config.loading import load
+from penstock.config.model_settings import JSON_STYLES, TOOL_DIALECTS, ModelSettings, ModelsSettings
 from penstock.config.parsers import parse_limit, parse_size
-from penstock.config.settings import (
-    TOOL_DIALECTS,
-    CacheSettings,
-    Config,
-    ConfigError,
-    MemorySettings,
-    ModelSettings,
-    ModelsSettings,
-    ServerSettings,
-)
+from penstock.config.settings import CacheSettings, Config, MemorySettings, ServerSettings
 
 __all__ = [
+    "JSON_STYLES",
     "RELOAD_KEYS",
     "TOOL_DIALECTS",
     "CacheSettings",

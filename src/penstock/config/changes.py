@@ -10,12 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.config.settings import Holds, ModelSettings, knobs
+from penstock.config.knobs import Holds, knobs
+from penstock.config.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.config.settings import Config, ModelsSettings
+    from penstock.config.model_settings import ModelsSettings
+    from penstock.config.settings import Config
 
 Section = TypeVar("Section")
 

@@ -8,17 +8,15 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.config.knobs import ConfigError, knobs
+from penstock.config.model_settings import ModelSettings, ModelsSettings
 from penstock.config.parsers import parse_table
 from penstock.config.settings import (
     SECTIONS,
     CacheSettings,
     Config,
-    ConfigError,
     MemorySettings,
-    ModelSettings,
-    ModelsSettings,
     ServerSettings,
-    knobs,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
 
 # Variables that are ours but no setting of a section.
 _OWN_VARIABLES = {"PENSTOCK_HOME", "PENSTOCK_CONFIG"}
+# Settings that had another name once.
+_RENAMED = {"kv_least_tokens": "kv_min_tokens", "kv_least_bytes": "kv_min_bytes"}
+OVERRIDE = "admin API"  # the origin of what an operator sets
 # Flags that are not called after their setting.
 _FLAGS = {
     "server.api_keys": "api-key",
@@ -40,8 +41,10 @@ def load(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
+    overrides: Mapping[str, object] | None = None,
 ) -> Config:
-    """The settings in force. `flags` maps dotted keys (`server.port`) to what was typed.
+    """The settings in force. `flags` maps dotted keys (`server.port`) to what was typed, and
+    `overrides`, which win, to what an operator of the running server has set.
 
     Without `file` the variable PENSTOCK_CONFIG is used, else `penstock.toml` in the present
     folder, else the one in the home directory, if there is one.
@@ -56,6 +59,11 @@ def load(
         section, _, knob = key.partition(".")
         flag = _FLAGS.get(key, knob.replace("_", "-"))
         values.put(section, knob, value, f"flag --{flag}")
+    for key, value in (overrides or {}).items():
+        section, _, knob = key.rpartition(".")
+        if section not in SECTIONS and not section.startswith("models."):
+            raise ConfigError(f"{OVERRIDE}: {_unknown(f'[{section}]', '', SECTIONS)}")
+        values.put(section, knob, value, OVERRIDE)
     values.default("cache", "dir", home / "cache")
     models = values.section("models")
     named = values.named_models(models)
@@ -67,7 +75,9 @@ def load(
         cache=CacheSettings(**values.section("cache")),
         models=ModelsSettings(**models, named=named),
         origins={"home": home_origin, **values.origins},
-        read_again=lambda: load(file, environment, flags),
+        read_again=lambda: load(file, environment, flags, overrides),
+        read_with=lambda changed: load(file, environment, flags, changed),
+        overrides=dict(overrides or {}),
         ignored_variables=ignored,
     )
 
@@ -82,6 +92,8 @@ class _Values:
     def put(self, section: str, key: str, value: object, origin: str) -> None:
         """Parse and keep a value; a later one replaces it."""
         known = knobs(SECTIONS.get(section, ModelSettings))
+        if (renamed := _RENAMED.get(key)) is not None:
+            raise ConfigError(f"{origin}: {section}.{key} is called {section}.{renamed} now.")
         if key not in known:
             raise ConfigError(f"{origin}: {_unknown(f'{section}.{key}', section, known)}")
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +167,20 @@ def parse_paths(value: object) -> tuple[Path, ...]:
     return tuple(parse_path(part) for part in parse_texts(value))
 
 
-def parse_choice(*words: str) -> Parser:
-    def parse(value: object) -> str:
-        if value not in words:
-            raise ValueError(f"it must be one of {', '.join(words)}")
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several words."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, value: object) -> str:
+        if value not in self.words:
+            raise ValueError(f"it must be one of {', '.join(self.words)}")
         return str(value)
 
-    return parse
+
+def parse_choice(*words: str) -> Parser:
+    return Choice(words)
 
 
 def parse_device(value: object) -> str:

@@ -41,6 +41,121 @@ _LOGITS = (0, 4)
 _NEARLY = 0.85
 
 
+class GroupCost(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of layers that share a cache shape and a window."""
+
+    block_bytes: int
+    window: int | None = None  # tokens that a row sees; None: all
+
+    def blocks(self, tokens: int, block_tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens holds, a long chunk's own aside.
+
+        A row sees up to `window` tokens, which may begin and end within a block; one block more is
+        for the rounding of a chunk.
+        """
+        whole = -(-tokens // block_tokens)
+        if self.window is None:
+            return whole
+        return min(whole, (self.window - 2) // block_tokens + 3)
+
+
+class KvCost(msgspec.Struct, frozen=True):
+    """What KV costs, in bytes: per token, for windowed layers up to a cap, in whole blocks.
+
+    Blocks of a chunk that is being computed come on top of a windowed group's cap. They are there
+    once, however many sequences run: `chunk_bytes` are kept free for them.
+    """
+
+    groups: tuple[GroupCost, ...]
+    block_tokens: int
+    chunk_tokens: int = 0  # of windowed groups, kept free beside all sequences
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in all layers, before any window is full."""
+        return sum(group.block_bytes for group in self.groups) // self.block_tokens
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Kept free for the chunk that is being computed."""
+        blocks = -(-self.chunk_tokens // self.block_tokens)
+        return blocks * sum(g.block_bytes for g in self.groups if g.window is not None)
+
+    def figures(self, tokens: int) -> dict[str, object]:
+        """As it is published: its parts, and what a token of a sequence of so many takes."""
+        tokens = max(1, -(-tokens // self.block_tokens)) * self.block_tokens
+        return {
+            "kv_bytes_per_token": self.sequence(tokens) // tokens,
+            "kv_fixed_bytes": self.chunk_bytes,
+            "kv_groups": [
+                {
+                    "bytes_per_token": group.block_bytes // self.block_tokens,
+                    "window": group.window,
+                    "cap_bytes": group.window
+                    and group.blocks(MAX_TOKENS, self.block_tokens) * group.block_bytes,
+                }
+                for group in self.groups
+            ],
+        }
+
+    def sequence(self, tokens: int) -> int:
+        """The most bytes that a sequence of so many tokens holds."""
+        return sum(
+            group.blocks(tokens, self.block_tokens) * group.block_bytes for group in self.groups
+        )
+
+    def tokens_within(self, size_bytes: int) -> int:
+        """The longest sequence, in whole blocks, that so many bytes hold."""
+        if not self.groups:
+            return MAX_TOKENS  # nothing is kept
+        if size_bytes <= 0:
+            return 0
+        if all(group.window is None for group in self.groups):
+            each = max(1, sum(group.block_bytes for group in self.groups))
+            return size_bytes // each * self.block_tokens
+        low, high = 0, MAX_TOKENS // self.block_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.sequence(middle * self.block_tokens) <= size_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+    def future_peak(self, sequences: Iterable[tuple[int, int]]) -> int:
+        """The most bytes held at once by sequences of (tokens now, tokens to come), decoded
+        together.
+
+        What is held only rises until somebody ends, so the peak is at one of the ends: when the one
+        with r to come ends, everyone with at least r to come has grown by r, and the rest is gone.
+
+            held |        /|      sorted by what is to come, longest first, the peak at the i-th end
+                 |  /|  /  |  /|  is the sum over the first i of (tokens now + r_i), in whole blocks
+                 |/  |/    |/  |
+
+        Sequences are counted by what they have in their last block, so that the sum needs no second
+        loop over them. Windowed groups are counted with what each sequence comes to at most.
+        """
+        size = self.block_tokens
+        full = sum(group.block_bytes for group in self.groups if group.window is None)
+        windowed = [group for group in self.groups if group.window is not None]
+        peak = whole = capped = 0
+        in_last_block = [0] * size
+        for count, (now, remaining) in enumerate(sorted(sequences, key=lambda s: -s[1]), 1):
+            whole += now // size
+            in_last_block[now % size] += 1
+            blocks, rest = divmod(remaining, size)
+            begun = sum(n * -(-(has + rest) // size) for has, n in enumerate(in_last_block))
+            capped += sum(g.blocks(now + remaining, size) * g.block_bytes for g in windowed)
+            peak = max(peak, (whole + count * blocks + begun) * full + capped)
+        return peak
+
+
+MAX_TOKENS = 1 << 40  # for searches: longer than any sequence
+# Tokens of a chunk for which windowed groups always have room beside the running sequences.
+MAX_CHUNK_TOKENS = 1024
+
+
 class CostModel(msgspec.Struct, frozen=True):
     """All figures in bytes, none negative."""
 
@@ -48,8 +163,7 @@ class CostModel(msgspec.Struct, frozen=True):
     layers: tuple[Plane, ...]  # the lowest of these
     logits: tuple[Plane, ...]
     measured: tuple[Measured, ...]  # made monotonic: a larger step never costs less
-    kv_bytes_per_token: int
-    block_tokens: int
+    kv: KvCost
     floor: int = 0  # of any step
 
     def step(self, tokens: int, sequences: int, context: int, logit_rows: int) -> int:
@@ -68,19 +182,11 @@ class CostModel(msgspec.Struct, frozen=True):
         return max(least, size, self.floor)
 
     def sequence(self, tokens: int) -> int:
-        """Bytes of KV of a sequence of that many tokens: whole blocks."""
-        blocks = -(-tokens // self.block_tokens)
-        return blocks * self.block_tokens * self.kv_bytes_per_token
+        """Bytes of KV that a sequence of that many tokens holds at most."""
+        return self.kv.sequence(tokens)
 
 
-def fit(
-    points: Iterable[Measured],
-    kv_bytes_per_token: int,
-    block_tokens: int,
-    *,
-    floor: int = 0,
-    row_bytes: int = 0,
-) -> CostModel:
+def fit(points: Iterable[Measured], kv: KvCost, *, floor: int = 0, row_bytes: int = 0) -> CostModel:
     """The model that lies as low above the points as its parts allow.
 
     Of every token `row_bytes` are there beside the logits, as the layers left it. No step is said
@@ -104,8 +210,7 @@ def fit(
         layers=layers,
         logits=_envelope([least, *rest], _LOGITS, {1: row_bytes}) if rest else (),
         measured=tuple(known),
-        kv_bytes_per_token=kv_bytes_per_token,
-        block_tokens=block_tokens,
+        kv=kv,
         floor=min(floor, max(point.bytes for point in known)),
     )
 

@@ -1,4 +1,4 @@
-"""What happened of late, with its numbers: to memory, and to the models and their processes.
+"""The event list: what happened recently to memory, models and their processes, with numbers.
 
 Owns only the record. Each row has a time, a kind and whatever figures the one who adds it has.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +23,17 @@ class Events:
 
     def __init__(self) -> None:
         self._rows: deque[dict[str, object]] = deque(maxlen=_EVENTS_KEPT)
+        self.listeners: list[Callable[[dict[str, object]], None]] = []
         self.counts: dict[str, int] = {}
         # By how much each process was last read to be over its books.
         self.drift: dict[str, int] = {}
 
     def add(self, kind: str, **fields: object) -> None:
         """Something happened."""
-        self._rows.append({"at": round(time.time(), 3), "event": kind, **fields})
+        row = {"at": round(time.time(), 3), "event": kind, **fields}
+        self._rows.append(row)
+        for hear in self.listeners:
+            hear(row)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         log.info("%s", kind, extra={"fields": fields})
 

@@ -1,4 +1,4 @@
-"""Pressure: readings on a clock of their own, what they mean for the books, and what is shed.
+"""The governor: reads memory on its own clock, updates the ledger, and sheds what is short.
 
 Each turn takes the readings in a thread, tells the ledger what others use, lets the server
 reconcile what is booked with what was read, and where a domain is short walks one ordered list of
@@ -18,12 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.memory.domains import RAM
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from penstock.memory.domains import Domain
     from penstock.memory.events import Events
-    from penstock.memory.gauge import GpuReading, ProcessReading, RamReading
     from penstock.memory.ledger import Ledger, Snapshot
+    from penstock.memory.readings.gauge import GpuReading, ProcessReading, RamReading
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +43,9 @@ class Readings:
 
     ram: RamReading
     gpus: Sequence[GpuReading]
-    # The server, the template and each worker, by owner.
+    # The server, the fork server and each worker, by owner.
     processes: Mapping[str, ProcessReading]
-    gpu_own_bytes: Mapping[str, int] = field(default_factory=dict)  # by domain, as far as we know
+    gpu_own_bytes: Mapping[Domain, int] = field(default_factory=dict)  # as far as we know
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Act:
     """One entry of the shed list: tries to make so many bytes of room in a domain."""
 
     name: str
-    shed: Callable[[str, int], Awaitable[None]]
+    shed: Callable[[Domain, int], Awaitable[None]]
 
 
 class Watch(Protocol):
@@ -67,18 +70,17 @@ class Watch(Protocol):
         """Whether memory may be moving."""
 
 
-def outside(readings: Readings) -> dict[str, tuple[int, int]]:
+def outside(readings: Readings) -> dict[Domain, tuple[int, int]]:
     """(external, capacity) of each domain: by the bound that leaves the least."""
     own = sum(process.unbacked_bytes for process in readings.processes.values())
     ram = readings.ram
     bounds = [(ram.physical_bytes, ram.physical_bytes - ram.available_bytes)]
     bounds += [(group.limit_bytes, group.used_bytes) for group in ram.groups]
     others = [(max(used - own, 0), capacity) for capacity, used in bounds]
-    result = {"ram": min(others, key=lambda bound: bound[1] - bound[0])}
+    result = {RAM: min(others, key=lambda bound: bound[1] - bound[0])}
     for gpu in readings.gpus:
-        domain = f"gpu:{gpu.index}"
-        used = gpu.total_bytes - gpu.free_bytes
-        result[domain] = max(used - readings.gpu_own_bytes.get(domain, 0), 0), gpu.total_bytes
+        used, own = gpu.total_bytes - gpu.free_bytes, readings.gpu_own_bytes.get(gpu.domain, 0)
+        result[gpu.domain] = max(used - own, 0), gpu.total_bytes
     return result
 
 
@@ -90,7 +92,7 @@ class Governor:
         ledger: Ledger,
         watch: Watch,
         acts: Sequence[Act],
-        held: set[str],  # shared with those who must not start or grow anything meanwhile
+        held: set[Domain],  # shared with those who must not start or grow anything meanwhile
         events: Events,
     ) -> None:
         self.events = events
@@ -99,7 +101,7 @@ class Governor:
         self._watch = watch
         self._acts = acts
         self._held = held
-        self._calm: dict[str, int] = {}  # turns since a held domain was last short
+        self._calm: dict[Domain, int] = {}  # turns since a held domain was last short
         # Of its own: the event loop's threads may all be taken by requests for many seconds.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="governor")
         self._failure = ""  # of the latest turn
@@ -145,7 +147,7 @@ class Governor:
         for domain in self._ledger.snapshot():
             await self._mend(domain)
 
-    async def _mend(self, domain: str) -> None:
+    async def _mend(self, domain: Domain) -> None:
         state = self._ledger.snapshot()[domain]
         if state.short:
             self._calm[domain] = 0
@@ -160,7 +162,7 @@ class Governor:
                 self._held.discard(domain)
                 self._note("released", domain)
 
-    async def _shed(self, domain: str) -> None:
+    async def _shed(self, domain: Domain) -> None:
         """Walk the list until the shortage is covered, and the spare once more for quiet."""
         for act in self._acts:
             state = self._ledger.snapshot()[domain]
@@ -178,11 +180,11 @@ class Governor:
                     after_bytes=after,
                 )  # fmt: skip
 
-    def _note(self, kind: str, domain: str, **fields: object) -> None:
+    def _note(self, kind: str, domain: Domain, **fields: object) -> None:
         state = self._ledger.snapshot()[domain]
         self.events.add(
             kind,
-            domain=domain,
+            domain=str(domain),
             booked_bytes=state.booked_bytes,
             external_bytes=state.external_bytes,
             capacity_bytes=state.capacity_bytes,
@@ -193,7 +195,7 @@ class Governor:
 def memory_rows(snapshot: Snapshot, readings: Readings | None) -> dict[str, object]:
     """The books and the readings side by side, for `/admin/api/memory`."""
     domains = {
-        domain: {
+        str(domain): {
             "limit_bytes": state.limit_bytes,
             "capacity_bytes": state.capacity_bytes,
             "spare_bytes": state.spare_bytes,

@@ -1,6 +1,6 @@
 """The books of every byte that penstock may come to use: who holds how much of what, for what.
 
-Two bounds for each domain (`ram`, `gpu:N`):
+Two bounds for each domain (RAM, each GPU):
 
     budget     booked <= limit, always
     capacity   booked + external <= capacity - spare;  broken, the domain is `short`
@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from penstock.errors import Overloaded
+from penstock.memory.domains import Domain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
     from typing import Self
 
 
@@ -35,22 +35,22 @@ class Purpose(StrEnum):
     LOADING = "loading"  # what a load needs beside the weights, and only while it runs
     KV = "kv"
     STEP = "step"  # the largest step's temporaries
-    ENCODER = "encoder"
     GRAPHS = "graphs"
     TIER = "tier"  # KV kept in RAM for a model that computes elsewhere
     QUEUE = "queue"  # KV on its way to disk
     REQUESTS = "requests"  # bodies, texts and token lists
-    SETTLING = "settling"  # of a process that was told to end and has not been reaped yet
+    GRAMMARS = "grammars"  # processes that compile and follow them
+    EXITING = "exiting"  # of a process that was told to end and has not been reaped yet
 
 
-Key = tuple[str, Purpose]  # (domain, purpose)
+Key = tuple[Domain, Purpose]
 Needs = dict[Key, int]
 
 
 class OutOfBudget(Overloaded):
     """A booking that does not fit now; the numbers say by how much."""
 
-    def __init__(self, domain: str, owner: str, needed_bytes: int, state: DomainState) -> None:
+    def __init__(self, domain: Domain, owner: str, needed_bytes: int, state: DomainState) -> None:
         why = (
             f"other programs use {_mib(state.external_bytes)} of {_mib(state.capacity_bytes)}"
             if state.short
@@ -60,7 +60,7 @@ class OutOfBudget(Overloaded):
             f"There is no room for {_mib(needed_bytes)} more of {owner} in {domain}: {why}.",
             numbers={
                 "reason": "memory",
-                "domain": domain,
+                "domain": str(domain),
                 "needed_bytes": needed_bytes,
                 "limit_bytes": max(state.free_bytes, 0),
             },
@@ -99,11 +99,11 @@ class DomainState:
         return sums
 
 
-Snapshot = MappingProxyType[str, DomainState]
+Snapshot = MappingProxyType[Domain, DomainState]
 
 
 @dataclass(slots=True)
-class _Domain:
+class _DomainBooks:
     limit: int
     capacity: int
     spare: int
@@ -127,15 +127,17 @@ class Ledger:
 
     def __init__(
         self,
-        limits: Mapping[str, int],
-        capacities: Mapping[str, int] | None = None,
-        spares: Mapping[str, int] | None = None,
+        limits: Mapping[Domain, int],
+        capacities: Mapping[Domain, int] | None = None,
+        spares: Mapping[Domain, int] | None = None,
     ) -> None:
         capacities, spares = capacities or {}, spares or {}
         self._domains = {
             # A capacity that is not known is no second bound.
-            name: _Domain(limit, capacities.get(name, 1 << 62), spares.get(name, 0), 0, 0, {})
-            for name, limit in limits.items()
+            domain: _DomainBooks(
+                limit, capacities.get(domain, 1 << 62), spares.get(domain, 0), 0, 0, {}
+            )
+            for domain, limit in limits.items()
         }
         self._snapshot: Snapshot | None = None
         # Called when bytes came back or a bound moved, to wake those who wait for room. It comes in
@@ -148,7 +150,9 @@ class Ledger:
         reservation.resize(needs)
         return reservation
 
-    def observe(self, domain: str, external_bytes: int, capacity_bytes: int | None = None) -> None:
+    def observe(
+        self, domain: Domain, external_bytes: int, capacity_bytes: int | None = None
+    ) -> None:
         """A reading of what others use, and of which capacity binds."""
         books = self._domains[domain]
         capacity = books.capacity if capacity_bytes is None else capacity_bytes
@@ -164,22 +168,22 @@ class Ledger:
         """The books now, immutable; the same object until something changes."""
         if self._snapshot is None:
             self._snapshot = MappingProxyType(
-                {name: books.state() for name, books in self._domains.items()}
+                {domain: books.state() for domain, books in self._domains.items()}
             )
         return self._snapshot
 
-    def free(self, domain: str) -> int:
+    def free(self, domain: Domain) -> int:
         """`snapshot()[domain].free_bytes`, without making a snapshot."""
         return self._domains[domain].free
 
     def check(self) -> None:
         """The books add up: nothing negative, no zero kept, no domain over its limit."""
-        for name, books in self._domains.items():
+        for domain, books in self._domains.items():
             sizes = [size for held in books.held.values() for size in held.values()]
-            assert all(books.held.values()), (name, books.held)
-            assert all(size > 0 for size in sizes), (name, books.held)
-            assert books.booked == sum(sizes), name
-            assert books.booked <= books.limit, (name, books.booked, books.limit)
+            assert all(books.held.values()), (domain, books.held)
+            assert all(size > 0 for size in sizes), (domain, books.held)
+            assert books.booked == sum(sizes), domain
+            assert books.booked <= books.limit, (domain, books.booked, books.limit)
 
     def move(self, owner: str, before: Needs, after: Needs) -> None:
         """Change an owner's bookings from `before` to `after`, all or nothing. For reservations."""
@@ -188,7 +192,7 @@ class Ledger:
             for key in before | after
             if (delta := after.get(key, 0) - before.get(key, 0))
         }
-        growth: dict[str, int] = {}
+        growth: dict[Domain, int] = {}
         for (domain, _), delta in deltas.items():
             growth[domain] = growth.get(domain, 0) + delta
         for domain, total in growth.items():
@@ -223,7 +227,7 @@ class Reservation:
         """What is booked now."""
         return dict(self._needs)
 
-    def total(self, domain: str | None = None) -> int:
+    def total(self, domain: Domain | None = None) -> int:
         """Bytes booked, in one domain or in all."""
         return sum(size for (d, _), size in self._needs.items() if domain in (None, d))
 
@@ -233,11 +237,11 @@ class Reservation:
         self._ledger.move(self.owner, self._needs, needs)
         self._needs = dict(needs)
 
-    def settle(self) -> None:
+    def mark_exiting(self) -> None:
         """The same bytes, now waiting for the end of the process that holds them."""
         needs: Needs = {}
         for (domain, _), size in self._needs.items():
-            key = (domain, Purpose.SETTLING)
+            key = (domain, Purpose.EXITING)
             needs[key] = needs.get(key, 0) + size
         self.resize(needs)
 
@@ -248,12 +252,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

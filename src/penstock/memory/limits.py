@@ -1,4 +1,4 @@
-"""How much memory penstock may use, and what things are thought to need before they are measured.
+"""Memory limits from settings and readings, and the estimates used until something is measured.
 
 Pure functions over readings and settings; nothing is booked or measured here. The constants below
 are stated estimates that stand until a process or a load has measured the real thing.
@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.config import parse_size
+from penstock.memory.domains import RAM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.memory.gauge import GpuReading, RamReading
+    from penstock.memory.domains import Domain
+    from penstock.memory.readings.gauge import GpuReading, RamReading
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -22,9 +24,11 @@ RAM_SPARE = (GIB, 0.08)  # `auto` leaves the larger of the two to everything els
 GPU_SPARE = (512 * MIB, 0.02)
 
 SERVER_BYTES = 128 * MIB  # this process, until it is read
-TEMPLATE_BYTES = 400 * MIB  # torch and transformers, once for all workers, until it is read
+FORK_SERVER_BYTES = 400 * MIB  # torch and transformers, once for all workers, until it is read
 # Private bytes of a worker before weights: the interpreter's own, thread stacks, library state.
 RAM_PROCESS_BYTES = 128 * MIB
+# torch and transformers, and some rows of a weight on their way to fewer bits.
+QUANTIZE_BYTES = 512 * MIB
 GPU_PROCESS_BYTES = 1024 * MIB  # a CUDA context, compiled code, libraries' workspaces
 
 MIN_KV_TOKENS = 128  # less than this serves no one
@@ -34,6 +38,9 @@ _LOADING_BASE_BYTES = 64 * MIB  # buffers of the reader and the converter
 _ACTIVATION_VALUES = 24  # per token and hidden value, live at the widest point of a layer
 _LOGIT_VALUES = 6  # per sequence and vocabulary entry: logits, their copies, sampling
 _STEP_BASE_BYTES = 64 * MIB
+
+_GRAMMARS_SHARE = 16  # of the limit
+_GRAMMARS_MIN, _GRAMMARS_MAX = 64 << 20, 256 << 20
 
 
 def resolve_limit(setting: str, capacity_bytes: int, spare: tuple[int, float]) -> int:
@@ -48,11 +55,11 @@ def resolve_limit(setting: str, capacity_bytes: int, spare: tuple[int, float]) -
 
 def resolve_limits(
     ram_setting: str, gpu_setting: str, ram: RamReading, gpus: Sequence[GpuReading]
-) -> dict[str, int]:
-    """The limit of each domain: `ram`, and `gpu:N` for each GPU."""
-    limits = {"ram": resolve_limit(ram_setting, ram.capacity_bytes, RAM_SPARE)}
+) -> dict[Domain, int]:
+    """The limit of each domain: RAM and each GPU."""
+    limits = {RAM: resolve_limit(ram_setting, ram.capacity_bytes, RAM_SPARE)}
     for gpu in gpus:
-        limits[f"gpu:{gpu.index}"] = resolve_limit(gpu_setting, gpu.total_bytes, GPU_SPARE)
+        limits[gpu.domain] = resolve_limit(gpu_setting, gpu.total_bytes, GPU_SPARE)
     return limits
 
 
@@ -61,14 +68,21 @@ def resolve_tier(setting: str, ram_limit_bytes: int) -> int:
     return resolve_limit("25%" if setting == "auto" else setting, ram_limit_bytes, RAM_SPARE)
 
 
-def domain_of(device: str) -> str:
-    """The memory that a device computes in: `cpu` in `ram`, `cuda:N` in `gpu:N`."""
-    return "ram" if device == "cpu" else device.replace("cuda", "gpu")
+def resolve_grammars(setting: str, ram_limit_bytes: int) -> int:
+    """RAM for the grammars of one model, its vocabulary aside."""
+    if setting == "auto":
+        return max(_GRAMMARS_MIN, min(ram_limit_bytes // _GRAMMARS_SHARE, _GRAMMARS_MAX))
+    return max(_GRAMMARS_MIN // 2, resolve_limit(setting, ram_limit_bytes, RAM_SPARE))
 
 
-def resolve_capacities(ram: RamReading, gpus: Sequence[GpuReading]) -> dict[str, int]:
+def limit_setting(domain: Domain) -> str:
+    """The setting that limits a domain, for sentences that name it."""
+    return "memory.limit" if domain.is_ram else "memory.gpu_limit"
+
+
+def resolve_capacities(ram: RamReading, gpus: Sequence[GpuReading]) -> dict[Domain, int]:
     """What each domain can ever hold, whoever uses it."""
-    return {"ram": ram.capacity_bytes} | {f"gpu:{gpu.index}": gpu.total_bytes for gpu in gpus}
+    return {RAM: ram.capacity_bytes} | {gpu.domain: gpu.total_bytes for gpu in gpus}
 
 
 def resolve_spare(setting: int | None, capacity_bytes: int) -> int:

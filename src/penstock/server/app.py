@@ -1,112 +1,59 @@
 """The HTTP application: who may come in, which endpoint answers, and what is logged.
 
-It owns the edge: ids, keys, hosts, errors that nobody else caught. What an endpoint does is its
-own affair; how the process starts and ends is `run.py`'s.
+It owns the edge: ids, routes, clients that leave, errors that nobody else caught. Who may come in
+is `access.py`'s to say; what an endpoint does is its own affair.
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from hashlib import sha256
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match, Route
+from starlette.routing import Match
 
-from penstock.errors import (
-    Forbidden,
-    InternalError,
-    MethodNotAllowed,
-    PenstockError,
-    Unauthorized,
-    UnknownRoute,
+from penstock.errors import InternalError, MethodNotAllowed, PenstockError, UnknownRoute
+from penstock.server.http.access import (
+    Door,
+    cors_headers,
+    is_admin_route,
+    is_page_route,
+    is_preflight,
 )
-from penstock.server.api import (
-    admin,
-    anthropic,
-    chat,
-    completions,
-    models,
-    ollama,
-    openapi,
-    plan,
-    residents,
-    responses,
-)
-from penstock.server.api.errors import error_headers, style_of
-from penstock.server.api.exchange import ClientGone, Exchange
-from penstock.server.reconfigure import LOOPBACK_NAMES, is_loopback
+from penstock.server.http.bodies import BodyLimits, ClientGone
+from penstock.server.http.connection import GONE, SHOWN_KEY
+from penstock.server.http.errors import error_headers
+from penstock.server.http.exchange import AnswerLimits, Exchange
+from penstock.server.http.peer import is_loopback_address
+from penstock.server.http.threads import work_for
+from penstock.server.routes import canonical_path, rows_at, style_of
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Iterator
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock.config import Config
-    from penstock.server.api.services import Services
+    from penstock.config import ServerSettings
+    from penstock.server.http.openapi import Endpoint
+    from penstock.server.protocols.services import Services
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("penstock.access")
 
-Endpoint = Callable[[Exchange, "Services"], Awaitable[None]]
-
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_OPEN_ROUTES = frozenset({"/health"})
-
-_ENDPOINTS: list[tuple[str, str, Endpoint]] = [
-    ("GET", "/", admin.front_page),
-    ("GET", "/health", admin.health),
-    ("GET", "/ready", admin.ready),
-    ("GET", "/metrics", admin.metrics),
-    ("GET", "/openapi.json", openapi.openapi),
-    ("GET", "/admin/api/models", residents.resident_models),
-    ("POST", "/admin/api/models/{id:path}/load", residents.load),
-    ("POST", "/admin/api/models/{id:path}/unload", residents.unload),
-    ("POST", "/admin/api/models/{id:path}/pin", residents.pin),
-    ("POST", "/admin/api/reload", admin.reread_settings),
-    ("GET", "/admin/api/memory", admin.memory),
-    ("POST", "/admin/api/memory/reset", admin.reset_memory),
-    ("GET", "/admin/api/requests", admin.waiting_requests),
-    ("GET", "/admin/api/events", admin.events),
-    ("GET", "/admin/api/plan", plan.plan_model),
-    ("POST", "/v1/plan", plan.plan_request),
-    ("GET", "/v1/models", models.list_models),
-    ("GET", "/v1/models/{id:path}", models.show_model),
-    ("POST", "/v1/chat/completions", chat.chat_completions),
-    ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/responses", responses.create),
-    ("GET", "/v1/responses/{id}", responses.retrieve),
-    ("DELETE", "/v1/responses/{id}", responses.delete),
-    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
-    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
-    ("POST", "/api/chat", ollama.chat),
-    ("POST", "/api/generate", ollama.generate),
-    ("GET", "/api/tags", ollama.tags),
-    ("POST", "/api/show", ollama.show),
-    ("GET", "/api/version", ollama.version),
-    ("POST", "/v1/messages", anthropic.messages),
-    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
-]
+_ADMIN_BODY_BYTES = 64 << 10
+# Of a browser that signs in: nobody knows yet whether it may.
+_KEY_BYTES = 4 << 10
+_KEY_S = 2.0
 
 
 def build_app(services: Services, closing: asyncio.Event) -> ASGIApp:
     """The application; answers still running end when `closing` is set."""
-    app: ASGIApp = App(services, closing)
-    if origins := services.config.server.cors_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=list(origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return app
+    return App(services, closing)
 
 
 class App:
@@ -116,33 +63,19 @@ class App:
         self._services = services
         self._closing = closing
         self._config = services.config
-        self._door = _Door(self._config)
-        self._routes = [
-            (Route(path, _unused, methods=[method]), endpoint)
-            for method, path, endpoint in _ENDPOINTS
-        ]
+        self._door = Door(self._config, services.sessions)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""
         if self._config is not self._services.config:  # read again since
             self._config = self._services.config
-            self._door = _Door(self._config)
-        exchange = Exchange(
-            dict(scope),
-            receive,
-            send,
-            _request_id(scope),
-            self._services.requests.share(),
-            self._config.server.max_body,
-            self._closing,
-            self._config.server.slow_client_s,
-            style=style_of(scope["path"]),
-        )
-        exchange.record["route"] = "unknown"
+            self._door = Door(self._config, self._services.sessions)
+        exchange = self._exchange(scope, receive, send)
         try:
-            await self._dispatch(exchange)
+            with _until_gone(exchange):
+                await self._dispatch(exchange)
         except ClientGone:
-            exchange.record["client"] = "gone"
+            exchange.record.setdefault("client", "gone")
         except PenstockError as error:
             await self._refuse(exchange, error)
         except Exception:  # the edge of the process: whatever it is, the server lives on
@@ -152,28 +85,60 @@ class App:
                 InternalError(f"The server made a mistake; its log says more under {exchange.id}."),
             )
         finally:
-            exchange.share.release()
+            exchange.memory.release()
             self._note(exchange)
 
+    def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
+        settings = self._config.server
+        services, path = self._services, canonical_path(scope["path"])
+        # Operators' requests have memory of their own, which no client's body can take.
+        operators = is_admin_route(path) or is_page_route(path)
+        pool = services.admin_requests if operators else services.requests
+        exchange = Exchange(
+            {**scope, "path": path},
+            receive,
+            send,
+            _request_id(scope),
+            pool.request_memory(),
+            _limits(settings, path),
+            self._closing,
+            AnswerLimits(settings.slow_client_s, settings.answer_rate),
+            style=style_of(path, anthropic=_has_header(scope, b"anthropic-version")),
+        )
+        exchange.record["route"] = "unknown"
+        exchange.trace = exchange.header(b"traceparent") or ""
+        return exchange
+
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._door.check_host(exchange)
+        self._door.check_names(exchange)
+        if exchange.origin is not None:
+            exchange.extra_headers = cors_headers(exchange.origin)
         endpoint, route, params = self._find(exchange)
         exchange.record["route"] = route
         exchange.scope["path_params"] = params
-        if route not in _OPEN_ROUTES:
-            self._door.check_key(exchange)
+        if is_preflight(exchange):
+            self._door.check_page(exchange, route)
+            await exchange.begin(204, self._door.preflight(exchange))
+            await exchange.write(b"", more=False)
+            return
+        self._door.check_key(exchange, route)
+        exchange.memory.client = _client(exchange)
+        work_for(exchange.memory.client)
+        shown_key = exchange.scope.get("extensions", {}).get(SHOWN_KEY)
+        if exchange.key and shown_key is not None:
+            shown_key(exchange.key)
         await endpoint(exchange, self._services)
 
     def _find(self, exchange: Exchange) -> tuple[Endpoint, str, dict[str, str]]:
         method, path = exchange.scope["method"], exchange.scope["path"]
         allowed: list[str] = []
-        for route, endpoint in self._routes:
+        for route, endpoint in rows_at(path):
             match, child = route.matches(exchange.scope)
-            if match is Match.FULL:
+            if match is Match.FULL or (match is Match.PARTIAL and is_preflight(exchange)):
                 return endpoint, route.path, child["path_params"]
             if match is Match.PARTIAL:
                 allowed += sorted((route.methods or set()) - {"HEAD"})
-        self._door.check_key(exchange)
+        self._door.check_key(exchange, path)
         if allowed:
             said = f"{path} takes {' and '.join(allowed)}, not {method}."
             raise MethodNotAllowed(said, allowed)
@@ -181,92 +146,75 @@ class App:
 
     async def _refuse(self, exchange: Exchange, error: PenstockError) -> None:
         exchange.record["error"] = error.code
-        headers = error_headers(error)
-        if error.status == 413:
-            headers["connection"] = "close"  # the rest of the body is not wanted
-        await exchange.refuse(error, headers)
+        request = {
+            "id": exchange.id,
+            "route": exchange.record["route"],
+            "model": exchange.record.get("model"),
+            "key": exchange.key,
+        }
+        self._services.records.refusals.add(error, request, exchange.style.status(error))
+        await exchange.refuse(error, error_headers(error))
 
     def _note(self, exchange: Exchange) -> None:
         route = str(exchange.record["route"])
-        self._services.metrics.answered(route, exchange)
+        seconds = time.monotonic() - exchange.started
+        self._services.metrics.answered(route, exchange.status, seconds)
         fields = {
             "id": exchange.id,
             "method": exchange.scope["method"],
             **exchange.record,
             "status": exchange.status,
-            "total_ms": round(1000 * (time.monotonic() - exchange.started), 1),
+            "total_ms": round(1000 * seconds, 1),
         }
-        quiet = route in {"/health", "/ready", "/metrics"}
+        quiet = route in {"/health", "/ready", "/metrics", "/web/{path:path}"}
         access_log.log(
             logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields}
         )
 
 
-class _Door:
-    """Who may come in: by key, or without keys by where the request says it goes and comes from.
+@contextmanager
+def _until_gone(exchange: Exchange) -> Iterator[None]:
+    """Cancel what is done for a request when its client leaves, wherever it waits."""
+    gone = exchange.scope.get("extensions", {}).get(GONE)
+    task = asyncio.current_task()
+    if gone is None or task is None:
+        yield
+        return
 
-    A web page can make a browser send requests to this machine, under a name of the page's own
-    (DNS rebinding) or as a form. Where no key stands in the way, the Host and Origin headers must.
-    """
+    def cancel(_: object) -> None:
+        if not exchange.answered:
+            task.cancel()
 
-    def __init__(self, config: Config) -> None:
-        settings = config.server
-        self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
-        self._share_kv = config.cache.share
-        self._guard_names = is_loopback(settings.host) and not settings.api_keys
-        further = (name.lower() for name in settings.hosts)
-        self._names = {*LOOPBACK_NAMES, settings.host, *further}
-        self._origins = set(settings.cors_origins)
-
-    def check_host(self, exchange: Exchange) -> None:
-        """Refuse a Host or Origin that is not ours."""
-        if not self._guard_names:
-            return
-        host = exchange.header(b"host")
-        if host is not None and _hostname(f"//{host}") not in self._names:
-            raise Forbidden(
-                f"This server does not answer to the host name {host[:100]!r}; "
-                "server.hosts names further ones, and with an API key any name will do."
-            )
-        origin = exchange.header(b"origin")
-        if origin is None or origin in self._origins or "*" in self._origins:
-            return
-        if _hostname(origin) not in self._names:
-            raise Forbidden(
-                f"The web origin {origin[:100]!r} may not use this server; "
-                "server.cors_origins names those that may."
-            )
-
-    def check_key(self, exchange: Exchange) -> None:
-        """Refuse a request without one of the keys, if there are any."""
-        if not self._digests:
-            return
-        scheme, _, token = (exchange.header(b"authorization") or "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        given = given or exchange.header(b"x-api-key") or ""
-        if not given:
-            raise Unauthorized(
-                "An API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`."
-            )
-        digest = sha256(given.encode()).digest()
-        # Every key is compared, so that the time taken says nothing about which one was near.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            raise Unauthorized("The API key is not one of this server's.")
-        number = matches.index(True)
-        exchange.caller = f"key {number + 1}"
-        # Of the key itself: keys come and go while the server runs, and their numbers change.
-        exchange.owner = sha256(b"responses" + self._digests[number]).hexdigest()[:32]
-        if not self._share_kv:
-            # Of the key itself, so that KV on disk is found again whatever the order of keys.
-            exchange.salt = sha256(b"kv" + self._digests[number]).digest()
-
-
-def _hostname(address: str) -> str | None:
+    gone.add_done_callback(cancel)
     try:
-        return urlsplit(address).hostname
-    except ValueError:
-        return None
+        yield
+    except asyncio.CancelledError:
+        if not gone.done():
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        gone.remove_done_callback(cancel)
+
+
+def _client(exchange: Exchange) -> str:
+    """As whose a request's memory counts: the key's, otherwise the machine's; of this machine, all
+    of whose programs have one address, the connection's."""
+    host, port = exchange.scope.get("client") or ("127.0.0.1", 0)
+    if exchange.key or not is_loopback_address(host):
+        return exchange.caller
+    return f"{host}:{port}"
+
+
+def _limits(settings: ServerSettings, path: str) -> BodyLimits:
+    if is_page_route(path):
+        return BodyLimits(_KEY_BYTES, whole_s=_KEY_S)
+    max_bytes = _ADMIN_BODY_BYTES if is_admin_route(path) else settings.max_body
+    return BodyLimits(max_bytes, settings.body_s, settings.body_rate, settings.body_grace_s)
+
+
+def _has_header(scope: Scope, name: bytes) -> bool:
+    return any(key == name for key, _ in scope["headers"])
 
 
 def _request_id(scope: Scope) -> str:
@@ -274,7 +222,3 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and _SANE_ID.fullmatch(text := value.decode("latin-1")):
             return str(text)
     return f"req-{uuid.uuid4().hex}"
-
-
-async def _unused(_: object) -> None:
-    """Starlette's routes are used for matching only."""

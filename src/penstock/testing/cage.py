@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.memory.gauge import memory_groups, read_process
+from penstock.memory.readings.gauge import memory_groups, read_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,7 +135,7 @@ def _make(limit_bytes: int) -> tuple[Path, bool]:
 
 
 def mapped_bytes(pid: int, folder: Path) -> int:
-    """Resident pages of a process that are mapped from files in `folder`."""
+    """ModelUsage pages of a process that are mapped from files in `folder`."""
     prefix, total, counted = str(folder.resolve()), 0, False
     try:
         with open(f"/proc/{pid}/maps") as maps:  # noqa: PTH123 - not a file of ours

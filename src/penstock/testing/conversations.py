@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.testing.exactness import Mode, Reference, Tally, poisoned_blocks, run, start_engine
+from penstock.wire import Grant
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.core.engine import GenerateEngine
 
 _SHAKES = 0.25  # of the steps
 
@@ -36,6 +37,7 @@ class History:
     # The memory for KV falls and rises at random steps, so that the youngest give way wherever
     # they are: in a prompt, in an answer, while blocks are read for them.
     shaken: bool = False
+    kv_dtype: str = "auto"
 
     def __str__(self) -> str:
         return self.name
@@ -80,7 +82,12 @@ def compare(
     shutil.rmtree(workdir, ignore_errors=True)
     # Short steps, so that there are many moments in a prompt.
     step_tokens = 32 if history.shaken else 128
-    mode = Mode(history.name, step_tokens=step_tokens, pool_tokens=history.pool_tokens)
+    mode = Mode(
+        history.name,
+        step_tokens=step_tokens,
+        pool_tokens=history.pool_tokens,
+        kv_dtype=history.kv_dtype,
+    )
     cache = workdir / "kv" if history.disk else None
     found = Found(Tally())
     chance = random.Random(7)
@@ -129,21 +136,21 @@ class _Shaker:
 
     engine: GenerateEngine
     chance: random.Random
-    most_bytes: int = 0
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.most_bytes = self.engine.kv_limit_bytes()
+        self.max_bytes = self.engine.kv.limit_bytes
 
     def shake(self) -> None:
         """After a step."""
         if self.chance.random() < _SHAKES:
-            some = self.chance.randrange(self.most_bytes)
-            self._grant(self.chance.choice((0, some, self.most_bytes)))
+            some = self.chance.randrange(self.max_bytes)
+            self._grant(self.chance.choice((0, some, self.max_bytes)))
 
     def rest(self) -> None:
         """All of it again, so that whatever comes next is taken."""
-        self._grant(self.most_bytes)
+        self._grant(self.max_bytes)
 
     def _grant(self, kv_bytes: int) -> None:
-        self.engine.grant(kv_bytes, self.engine.profile.step_bytes)
+        self.engine.grant(Grant(kv_bytes, self.engine.profile.step_bytes))
         self.engine.check()

@@ -8,6 +8,8 @@ prompt of a new reference, so that a tie hides nothing that follows it.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.wire import LoadSpec, Sampling, Submit
+from penstock.worker.core.plan import Plan
 from penstock.worker.kv.arena import Arena
 from penstock.worker.kv.blocks import BlockPool
+from penstock.worker.kv.layout.rounding import restored, rounded
 from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
@@ -29,9 +33,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.core.engine import GenerateEngine
 
 TIE_LOGITS = 1e-4  # design principle 6
+# Over KV in 8 bits: a key that differs in its last digit may be rounded to the next code, and so
+# from one way of batching to another a few codes differ by one.
+ROUNDED_TIE_LOGITS = 1e-2
 
 
 class Mismatch(AssertionError):  # noqa: N818 - what was found, in the tests' own word
@@ -52,17 +59,24 @@ class Reference:
     """transformers' own answers for one model folder; each is computed once."""
 
     model: PreTrainedModel
+    kv_dtype: str = "auto"
     _known: dict[tuple[tuple[int, ...], int], Expected] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path) -> Reference:
-        """The folder's model with transformers' eager attention, which knows every soft-cap."""
+    def load(cls, folder: Path, kv_dtype: str = "auto") -> Reference:
+        """The folder's model with transformers' eager attention, which knows every soft-cap; over
+        keys and values rounded to `kv_dtype`, if it is not "auto"."""
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
         # The folder's own generation settings (penalties, end tokens) are not the model's logits.
         model.generation_config = GenerationConfig(pad_token_id=0)
-        return cls(model.eval())
+        return cls(model.eval(), kv_dtype)
+
+    @property
+    def tie_logits(self) -> float:
+        """How near to each other two logits are that either of them may win."""
+        return TIE_LOGITS if self.kv_dtype == "auto" else ROUNDED_TIE_LOGITS
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], count: int) -> Expected:
@@ -70,15 +84,16 @@ class Reference:
         key = (tuple(prompt), count)
         if key not in self._known:
             ids = torch.tensor([list(prompt)])
-            # With an explicit mask no id is taken for padding.
-            answer: Any = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+            with self.rounding():
+                # With an explicit mask no id is taken for padding.
+                answer: Any = self.model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=count,
+                    do_sample=False,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                )
             tops = [logits[0].float().topk(2) for logits in answer.logits]
             self._known[key] = Expected(
                 answer.sequences[0, len(prompt) :].tolist(),
@@ -86,6 +101,27 @@ class Reference:
                 [float(top.values[0] - top.values[1]) for top in tops],
             )
         return self._known[key]
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Within it the model's attention sees keys and values as KV keeps them.
+
+        transformers' own function gets them as they are, all tokens at every step; what a vector is
+        rounded to depends on that vector alone.
+        """
+        if self.kv_dtype == "auto":
+            yield
+            return
+        code = sys.modules[type(self.model).__module__]
+        plain = code.eager_attention_forward
+
+        def over_rounded(module: Any, query: Tensor, *rest: Any, **named: Any) -> Any:
+            key, value, *others = rest
+            kept = (restored(*rounded(part), part.dtype) for part in (key, value))
+            return plain(module, query, *kept, *others, **named)
+
+        with mock.patch.object(code, "eager_attention_forward", over_rounded):
+            yield
 
 
 @dataclass(slots=True)
@@ -103,7 +139,7 @@ class Tally:
             self.tokens += 1
             if ours == theirs:
                 continue
-            if ours not in expected.best[place] or expected.gaps[place] > TIE_LOGITS:
+            if ours not in expected.best[place] or expected.gaps[place] > reference.tie_logits:
                 raise Mismatch(
                     f"prompt of {len(prompt)} tokens, new token {place}: {ours} instead of "
                     f"{theirs}, whose logit leads by {expected.gaps[place]:.1e}"
@@ -124,6 +160,11 @@ class Mode:
     alone: bool = False  # one request after the other
     arrive_every: int = 0  # steps between two arrivals; 0: all at once
     pool_tokens: int | None = None  # so little KV that running requests must give way
+    dtype: str = "float32"  # as in the settings
+    kv_dtype: str = "auto"
+    give_way_every: int = 0  # steps after which the youngest gives way, whether it must or not
+    speculation: str = "off"
+    max_context: int | None = None  # a short one is quickly profiled
 
     def __str__(self) -> str:
         return self.name
@@ -146,17 +187,20 @@ def start_engine(
     cache: Path | None = None,
     tier_bytes: int = 0,
 ) -> GenerateEngine:
-    """The real engine over a folder, float32; with `cache`, KV is kept in that directory, and on a
+    """The real engine over a folder; with `cache`, KV is kept in that directory, and on a
     GPU with `tier_bytes` in RAM."""
     spec = LoadSpec(
         name=folder.name,
         path=str(folder),
         device=device,
-        dtype="float32",
+        dtype=mode.dtype,
+        kv_dtype=mode.kv_dtype,
         memory_bytes=memory_bytes,
+        max_context=mode.max_context,
         kv_tokens=mode.pool_tokens,
         step_tokens=mode.step_tokens,
         step_sequences=mode.step_sequences,
+        speculation=mode.speculation,
         capped=False,
         profile_dir=None if cache is None else str(cache.parent),
         cache_dir=None if cache is None else str(cache),
@@ -164,8 +208,8 @@ def start_engine(
         tier_bytes=tier_bytes,
     )
     engine = load_engine(spec, lambda _phase, _done, _total: None)
-    if tier_bytes and engine.shelf is not None:
-        engine.shelf.grant(tier_bytes)
+    if tier_bytes:
+        engine.kv.grant_tier(tier_bytes)
     if mode.pool_tokens is not None:
         for _ in range(500):  # so that more is let in than there is room for in the end
             engine.lengths.observe(1)
@@ -187,12 +231,27 @@ def compare_mode(
         if mode.alone:
             answers = [run(engine, [prompt], count)[0] for prompt in prompts]
         else:
-            answers = run(engine, prompts, count, arrive_every=mode.arrive_every)
+            give_way = _giving_way(engine, mode.give_way_every)
+            answers = run(
+                engine, prompts, count, arrive_every=mode.arrive_every, between_steps=give_way
+            )
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == count
         tally.compare(reference, prompt, tokens)
     tally.preemptions = engine.status().preemptions
     return tally
+
+
+def _giving_way(engine: GenerateEngine, every: int) -> Callable[[], None]:
+    """To be called between steps."""
+    steps = itertools.count(1)
+
+    def give_way() -> None:
+        scheduler = engine._scheduler
+        if every and next(steps) % every == 0 and scheduler.running > 1:
+            scheduler._preempt(scheduler._running[-1], Plan())
+
+    return give_way
 
 
 def run(
@@ -237,7 +296,7 @@ def poisoned_blocks() -> Iterator[None]:
     def poisoned_give(pool: BlockPool, blocks: Sequence[int]) -> None:
         give(pool, blocks)
         if blocks and isinstance(pool._backing, Arena):  # and not trays
-            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.device))
+            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.layers[0].keys.device))
 
     with (
         mock.patch.object(Arena, "commit", poisoned_commit),
@@ -247,7 +306,6 @@ def poisoned_blocks() -> Iterator[None]:
 
 
 def _poison(arena: Arena, blocks: slice | Tensor) -> None:
-    if not arena.in_ram:
-        torch.cuda.synchronize(arena.device)  # they may be on their way to a tray
-    for view in (*arena.keys, *arena.values):
+    arena.device.synchronize()  # they may be on their way to a tray
+    for view in (view for layer in arena.layers for view in layer.floats):
         view[blocks] = float("nan")

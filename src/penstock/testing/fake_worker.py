@@ -10,17 +10,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.catalog import read_card
 from penstock.errors import by_code
-from penstock.memory.cost import CostModel, Measured, fit
+from penstock.memory.cost import CostModel, GroupCost, KvCost, Measured, fit
 from penstock.wire import (
     Candidate,
+    EngineKind,
     Finish,
+    Freed,
+    Grant,
     LoadSpec,
     Output,
     Ready,
@@ -30,7 +35,7 @@ from penstock.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from penstock.worker.core.engine_contract import Progress
 
 FAKE_PRELOAD = ("penstock.worker.loop", "penstock.testing.fake_worker")
 
@@ -56,6 +61,7 @@ class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
     failing_steps: int = 0  # that many steps raise first
     answer: str | None = None  # what it says, a token per byte, instead of the prompt's tokens
     answer_to: dict[str, str] = {}  # what it says instead when the prompt has the key in it
+    tokens_a_step: int = 1  # of each answer, as if guesses had been right
     bad_lives: int = 1 << 30
 
     def write(self, folder: Path) -> Path:
@@ -71,7 +77,7 @@ def lives(folder: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> FakeEngine:
+def load_engine(spec: LoadSpec, progress: Progress) -> FakeEngine:
     """The engine that a worker asks for, after the trouble that the folder asks for."""
     folder = Path(spec.path)
     model = FakeModel()
@@ -91,6 +97,10 @@ def load_engine(spec: LoadSpec, progress: Callable[[str, int, int], None]) -> Fa
         raise RuntimeError("a bug in the loader")
     progress("weights", 100, 100)
     kv_bytes = spec.memory_bytes - STEP_BYTES
+    if spec.engine is EngineKind.ENCODE:
+        encoder = read_card(folder).encoder
+        assert encoder is not None
+        return FakeEngine(spec, model, dimensions=encoder.dimensions)
     if spec.kv_tokens is not None:
         kv_bytes = min(kv_bytes, spec.kv_tokens * TOKEN_BYTES)
     return FakeEngine(spec, model, kv_bytes=kv_bytes)
@@ -106,23 +116,25 @@ class _Request:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """Speaks the protocol of `penstock.worker.loop.Engine`."""
+    """Speaks the protocol of `penstock.worker.core.engine_contract.Engine`."""
 
     spec: LoadSpec
     model: FakeModel
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: int = 0
+    accepted: int = 0
     kv_bytes: int = 0  # the latest grant
+    dimensions: int = 0  # of an encoder's answers
 
     def ready(self) -> Ready:
         window = min(self.model.context, self.spec.max_context or self.model.context)
-        kv_tokens = self.kv_bytes // TOKEN_BYTES
+        kv_tokens = window if self.dimensions else self.kv_bytes // TOKEN_BYTES
         return Ready(
             pid=0,
             device=self.spec.device,
             dtype="float32",
+            kv_dtype="float32",
             weight_bytes=1 << 20,
-            kv_bytes_per_token=TOKEN_BYTES,
             kv_tokens=kv_tokens,
             context=min(window, kv_tokens),
             load_s=0.0,
@@ -131,32 +143,29 @@ class FakeEngine:
             step_bytes=STEP_BYTES,
             kv_bytes=self.kv_bytes,
             kv_unit_bytes=1,
+            kv_overhead_bytes=0,
             step_tokens=self.spec.step_tokens,
             overhead_bytes=PROCESS_BYTES,
         )
 
     def submit(self, request: Submit) -> None:
-        self.requests[request.id] = _Request(request, self._answer(request.prompt))
+        self.requests[request.id] = _Request(request, self._answer(list(request.prompt)))
 
     def cancel(self, request_id: int) -> None:
         self.requests.pop(request_id, None)
 
-    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int) -> int:
+    def grant(self, grant: Grant) -> Freed:
+        if self.dimensions:
+            return Freed(0)
         before = self.kv_bytes
-        self.kv_bytes = max(kv_bytes, self._needed_bytes())
-        return max(0, before - self.kv_bytes)
+        self.kv_bytes = max(grant.kv_bytes, self._needed_bytes())
+        return Freed(max(0, before - self.kv_bytes), self.kv_bytes)
 
-    def shed(self, size: int) -> int:
-        return self.grant(max(0, self.kv_bytes - size), STEP_BYTES, 0)
-
-    def tier_limit_bytes(self) -> int:
-        return 0
+    def shed(self, size: int) -> Freed:
+        return self.grant(Grant(max(0, self.kv_bytes - size), STEP_BYTES))
 
     def notices(self) -> list[str]:
         return []
-
-    def kv_limit_bytes(self) -> int:
-        return self.kv_bytes
 
     def _needed_bytes(self) -> int:
         lengths = (len(r.submit.prompt) + r.submit.max_tokens for r in self.requests.values())
@@ -180,7 +189,7 @@ class FakeEngine:
         if self.steps <= self.model.failing_steps:
             raise RuntimeError("a bug in the engine")
         batch = list(self.requests.values())[: self.spec.step_sequences]
-        outputs = [self._advance(request) for request in batch]
+        outputs = [self._several(request) for request in batch]
         for output in outputs:
             if output.finish is not None:
                 del self.requests[output.id]
@@ -191,14 +200,14 @@ class FakeEngine:
         return Status(
             running=running,
             waiting=len(self.requests) - running,
-            blocks_total=256,
-            blocks_free=256 - min(len(self.requests), 256),
-            block_tokens=BLOCK_TOKENS,
+            kv_capacity_bytes=256 * BLOCK_TOKENS * TOKEN_BYTES,
+            kv_free_bytes=(256 - min(len(self.requests), 256)) * BLOCK_TOKENS * TOKEN_BYTES,
             step_tokens=running,
             step_s=self.model.step_s,
             host_s=0.0,
             preemptions=0,
             steps=self.steps,
+            drafts={"fake": (2 * self.accepted, self.accepted)},
             kv_committed_bytes=min(self._needed_bytes(), self.kv_bytes),
         )
 
@@ -217,6 +226,26 @@ class FakeEngine:
             return text[request.answered % len(text)]
         return submit.stop_token_ids[0]
 
+    def _vector(self, submit: Submit) -> bytes:
+        """The text's length, its first and last token and where its second segment begins."""
+        assert submit.encoding is not None
+        second, ids = submit.encoding.second, submit.prompt
+        told = [len(ids), ids[0], ids[-1], -1 if second is None else second]
+        values = array("f", told + [0.5] * self.dimensions)
+        return values[: submit.encoding.dimensions or self.dimensions].tobytes()
+
+    def _several(self, request: _Request) -> Output:
+        output = self._advance(request)
+        while len(output.tokens) < self.model.tokens_a_step and output.finish is None:
+            more = self._advance(request)
+            output.tokens += more.tokens
+            if output.logprobs is not None:
+                output.logprobs += more.logprobs or []
+            output.finish = more.finish
+            output.drafts, output.accepted = self.model.tokens_a_step, len(output.tokens) - 1
+        self.accepted += output.accepted
+        return output
+
     def _advance(self, request: _Request) -> Output:
         submit = request.submit
         if request.answered == self.model.die_at_token:
@@ -224,6 +253,10 @@ class FakeEngine:
         if request.answered == self.model.hang_at_token:
             time.sleep(3600)
         output = Output(submit.id)
+        if submit.encoding is not None:
+            request.answered += 1
+            output.vector, output.finish = self._vector(submit), Finish.STOP
+            return output
         if submit.prompt_logprobs is not None and not request.prompt_told:
             known = [_logprobs(token, submit.prompt_logprobs) for token in submit.prompt[1:]]
             output.prompt_logprobs = [None, *known]
@@ -242,7 +275,9 @@ class FakeEngine:
 
 def _cost(spec: LoadSpec) -> CostModel:
     largest = Measured(spec.step_tokens, spec.step_sequences, 1 << 20, spec.step_tokens, STEP_BYTES)
-    return fit([largest], TOKEN_BYTES, BLOCK_TOKENS)
+    if spec.engine is EngineKind.ENCODE:
+        return fit([largest], KvCost((), BLOCK_TOKENS))
+    return fit([largest], KvCost((GroupCost(TOKEN_BYTES * BLOCK_TOKENS),), BLOCK_TOKENS))
 
 
 def _logprobs(token: int, alternatives: int) -> TokenLogprobs:

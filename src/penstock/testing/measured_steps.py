@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from penstock.server.template import WORKER_ENVIRONMENT
+from penstock.server.processes.fork_server_client import WORKER_ENVIRONMENT
 from penstock.testing.envelope import MeasuredStep
 from penstock.wire import LoadSpec
-from penstock.worker.loading import load_engine
-from penstock.worker.stress import Stress, Trial
+from penstock.worker.loading import load
+from penstock.worker.profiling.stress import StepShapeTrial, Stress
 
 if TYPE_CHECKING:
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.core.engine import GenerateEngine
 
 
 def measured_steps(
@@ -41,7 +41,7 @@ def measured_steps(
     return sorted(steps, key=lambda step: step.measured_bytes)
 
 
-def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
+def _trial(chance: random.Random, engine: GenerateEngine) -> StepShapeTrial:
     """A step that the scheduler could plan, of any kind."""
     limits, longest = engine.profile.limits, engine.ready().context
     decodes = chance.choice([0, 1, chance.randrange(0, limits.sequences - 1)])
@@ -50,7 +50,7 @@ def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
     most = min(limits.tokens - decodes - scored, context, max(16, limits.pairs // context))
     chunk = chance.choice([0, 1, most, chance.randrange(1, most + 1)]) if decodes else most
     several = chance.randrange(1, max(2, limits.sequences - decodes - 1))
-    return Trial(
+    return StepShapeTrial(
         decodes=decodes,
         decode_context=chance.randrange(1, max(2, longest // 8)),
         chunk=chunk,
@@ -66,12 +66,13 @@ def _trial(chance: random.Random, engine: GenerateEngine) -> Trial:
 def _main(spec: LoadSpec, count: int, seed: int) -> None:
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    engine = load_engine(spec, lambda *_: None)
-    cost, bench = engine.ready().cost, engine.bench
-    chance = random.Random(seed)
-    stress = Stress(bench.executor, bench.arena, bench.pool, bench.meter, bench.limits.tokens)
+    engine, context = load(spec, lambda *_: None)
+    cost, chance = engine.ready().cost, random.Random(seed)
+    stress = Stress(
+        context.executor, context.memory, context.kv, context.meter, context.limits.tokens
+    )
     for _ in range(count):
-        shape, took = stress.measure(_trial(chance, engine), bench.vocabulary)
+        shape, took = stress.measure(_trial(chance, engine), context.vocabulary)
         predicted = cost.step(shape.tokens, shape.sequences, shape.context, shape.logit_rows)
         sys.stdout.write(json.dumps([predicted, took, str(shape)]) + "\n")
 

@@ -49,3 +49,30 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def llama_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """All tensors of a model with such a configuration, in float32."""
+    hidden, inner, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    kv = hidden // heads * config["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (config["vocab_size"], hidden),
+        "model.norm": (hidden,),
+        "lm_head": (config["vocab_size"], hidden),
+    }
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return {f"{name}.weight": ("F32", shape) for name, shape in shapes.items()}

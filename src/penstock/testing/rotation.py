@@ -29,14 +29,14 @@ class Rotation:
     needed_bytes: int = 0  # weights and least KV of all of them
     settled_s: list[float] = field(default_factory=list)  # each unload, from its decision on
     refused: list[str] = field(default_factory=list)
-    first_bytes: int = 0  # of server and template, when each model had been there once
+    first_bytes: int = 0  # of server and fork server, when each model had been there once
     last_bytes: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.needed_bytes / self.limit_bytes:.2f} x the limit; {len(self.refused)} refused; "
             f"{len(self.settled_s)} unloads, {max(self.settled_s, default=0)} s at most; server "
-            f"and template {self.first_bytes} to {self.last_bytes} bytes"
+            f"and fork server {self.first_bytes} to {self.last_bytes} bytes"
         )
 
 
@@ -57,7 +57,7 @@ def rotate(server: Served, limit_bytes: int, names: Sequence[str], count: int) -
         _ask(server, name, run)
         assert not run.refused, run.refused
         row = server.row(name)
-        run.needed_bytes += row["weight_bytes"] + row["kv_least_bytes"]
+        run.needed_bytes += row["weight_bytes"] + row["kv_min_bytes"]
     run.first_bytes = _own_bytes(server)
     order, seen = random.Random(5), 0.0
     for number in range(count):
@@ -87,9 +87,9 @@ def _ask(server: Served, model: str, run: Rotation) -> None:
 
 
 def _own_bytes(server: Served) -> int:
-    """What the server and the template hold; workers come and go."""
+    """What the server and the fork server hold; workers come and go."""
     memory = server.get("/admin/api/memory")
-    return sum(memory["processes"][owner]["anonymous_bytes"] for owner in ("server", "template"))
+    return sum(memory["processes"][owner]["anonymous_bytes"] for owner in ("server", "fork server"))
 
 
 def _unloads(server: Served) -> list[dict[str, Any]]:

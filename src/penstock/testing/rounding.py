@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from penstock.testing import tiny
 from penstock.wire import LoadSpec, Sampling, Submit
+from penstock.worker.core.plan import Plan
+from penstock.worker.core.sequence import Sequence
 from penstock.worker.loading import load_engine
-from penstock.worker.scheduling.plan import Plan, Slice
-from penstock.worker.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.worker.core.engine import GenerateEngine
 
 LENGTHS = (1, 3, 16, 17, 40, 65, 130, 200)
 _LONGEST_CHUNK = 48
@@ -53,27 +53,29 @@ def rounding_errors(folder: Path, device: str, seed: int) -> tuple[float, float]
 @torch.inference_mode()
 def mixed_rows(engine: GenerateEngine, texts: list[list[int]], chance: random.Random) -> Tensor:
     """Logits of every position of every text, in order; steps are mixtures made by chance."""
-    pool, block_tokens = engine.bench.pool, engine.profile.limits.block_tokens
     sequences = []
     for number, text in enumerate(texts):
         request = Submit(number, text, 1, Sampling(temperature=0), prompt_logprobs=0)
-        sequence = Sequence(request, number)
-        sequence.blocks = pool.take(-(-len(text) // block_tokens))
+        sequence = Sequence(request, number, frozenset())
+        sequence.kv = engine.kv.open(sequence.tokens)
+        engine.kv.admit(sequence.kv, engine.kv.match(sequence.kv, 0), len(text), fetch=False)
+        engine.kv.extend(sequence.kv, len(text))
         sequences.append(sequence)
+    executor: Any = engine.executor
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(texts))}
     try:
         while left := [sequence for sequence in sequences if sequence.pending]:
             plan = _mixture(chance.sample(left, chance.randint(1, len(left))), chance)
-            logits = engine.bench.executor.logits(plan)
+            logits = executor.logits(plan)
             row = 0
             for piece in plan.slices:
                 # A graph's logits are overwritten by its next step.
-                found[piece.sequence.id].append(logits[row : row + piece.count].clone())
-                piece.sequence.computed = piece.end
+                found[piece.request_id].append(logits[row : row + piece.count].clone())
+                sequences[piece.request_id].computed = piece.end
                 row += piece.count
     finally:
         for sequence in sequences:
-            pool.give(sequence.blocks)
+            engine.kv.release(sequence.kv)
     return torch.cat([rows for number in found for rows in found[number]])
 
 
@@ -83,7 +85,7 @@ def _mixture(chosen: list[Sequence], chance: random.Random) -> Plan:
         most = min(sequence.pending, _LONGEST_CHUNK)
         count = chance.choice([1, most, chance.randint(1, most)])
         group = plan.decodes if count == 1 else plan.chunks
-        group.append(Slice(sequence, sequence.computed, count))
+        group.append(sequence.slice(count))
     return plan
 
 

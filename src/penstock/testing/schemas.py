@@ -15,6 +15,15 @@ def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [_schema(source, 3) for _ in range(count)]
 
 
+def bounds_texts(schema: Any) -> bool:
+    """Whether every text that such a schema (of `schemas`) allows has a longest one."""
+    if isinstance(schema, list):
+        return all(map(bounds_texts, schema))
+    if not isinstance(schema, dict):
+        return True
+    return schema.get("format") != "email" and all(map(bounds_texts, schema.values()))
+
+
 def _schema(source: random.Random, depth: int) -> dict[str, Any]:
     kinds = [_string, _integer, _number, _constant, _scalar]
     if depth > 0:

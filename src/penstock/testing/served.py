@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from penstock.memory.gauge import read_process
+from penstock.memory.readings.gauge import read_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,15 +33,21 @@ class Served:
     url: str
     pid: int
     log: Path
+    key: str = ""  # if it wants one
+
+    def ask(self, path: str) -> httpx.Response:
+        """Whatever it answers at a path."""
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.get(self.url + path, headers=headers, timeout=60)
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
-        return httpx.get(self.url + path, timeout=60).raise_for_status().json()
+        return self.ask(path).raise_for_status().json()
 
     def wait_until_ready(self, patience_s: float = _READY_S) -> None:
         """Until the default model is loaded and has run a step."""
         deadline = time.monotonic() + patience_s
-        while (answer := httpx.get(f"{self.url}/ready", timeout=60)).status_code != 200:
+        while (answer := self.ask("/ready")).status_code != 200:
             assert time.monotonic() < deadline, f"not ready: {answer.text}\n{self.words()}"
             assert answer.json()["error"]["message"].endswith(("loading.", "absent.")), (
                 f"{answer.text}\n{self.words()}"

@@ -41,8 +41,8 @@ class Stage(Protocol):
     def push(self, token: str) -> list[str]:
         """What is certain after one more token."""
 
-    def finish(self) -> list[str]:
-        """What was held back."""
+    def finish(self, *, cut: bool = False) -> list[str]:
+        """What was held back; `cut`: without a character that is not whole."""
 
     def lone(self, token: str) -> str | bytes:
         """What the step makes of this token in mid-text; bytes end the chain."""
@@ -61,7 +61,7 @@ class _Local:
             return [self._decoder.decode([token])]
         return [self.lone(token)]
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         return []
 
     def lone(self, token: str) -> str:
@@ -81,7 +81,7 @@ class _Spaced:
             return [token]
         return [" " + token]
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         return []
 
     def lone(self, token: str) -> str:
@@ -109,8 +109,8 @@ class _ByteLevel:
     def push(self, token: str) -> list[str]:
         return [self._utf8.decode(self.lone(token))]
 
-    def finish(self) -> list[str]:
-        return [self._utf8.decode(b"", final=True)]
+    def finish(self, *, cut: bool = False) -> list[str]:
+        return [] if cut else [self._utf8.decode(b"", final=True)]
 
     def lone(self, token: str) -> bytes:
         try:
@@ -148,11 +148,11 @@ class _ByteFallback:
             return [REPLACEMENT] * self._length
         return []
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         length, text = self._length, self._text
         if not length:
             return []
-        complete = not self._utf8.getstate()[0]
+        complete = cut or not self._utf8.getstate()[0]
         self._restart()
         if text is None:
             return []
@@ -174,7 +174,7 @@ class _WordEnd:
         before, self._last = self._last, token
         return [] if before is None else [self.lone(before)]
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         return [] if self._last is None else [self._decoder.decode([self._last])]
 
     def lone(self, token: str) -> str:
@@ -193,7 +193,7 @@ class _Collapse:
         text = "" if repeated else self.lone(token)
         return [text] if text else []
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         return []
 
     def lone(self, token: str) -> str:
@@ -223,7 +223,7 @@ class _StripEnds:
         self._held = min(len(text) - len(body), self._stop)
         return [text[: len(text) - self._held]]
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         return []
 
     def lone(self, token: str) -> str:
@@ -242,9 +242,10 @@ class _Whole:
         self._tokens.append(token)
         return []
 
-    def finish(self) -> list[str]:
+    def finish(self, *, cut: bool = False) -> list[str]:
         tokens = ["".join(self._tokens)] if self._fused else self._tokens
-        return [self._decoder.decode(tokens)]
+        text = self._decoder.decode(tokens)
+        return [text.rstrip(REPLACEMENT) if cut else text]
 
     def lone(self, token: str) -> str:
         return self._decoder.decode([token])
@@ -280,11 +281,12 @@ class Decoding:
         """The text that is certain after one more token, "" when there is none yet."""
         return "".join(self._run([token], 0))
 
-    def finish(self) -> str:
-        """The text that was held back; nothing may be pushed after it."""
+    def finish(self, *, cut: bool = False) -> str:
+        """The text that was held back; nothing may be pushed after it. `cut`: the tokens end in the
+        middle, perhaps of a character, which is then left out."""
         text = []
         for index, stage in enumerate(self._stages):
-            text += self._run(stage.finish(), index + 1)
+            text += self._run(stage.finish(cut=cut), index + 1)
         return "".join(text)
 
     def _run(self, tokens: list[str], start: int) -> list[str]:

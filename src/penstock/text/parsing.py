@@ -8,26 +8,35 @@ and the generator sleeps until the next piece, so a parser never sees how the te
         marker = yield from source.text_until("<tool_call>")
         ...
 
-Nothing is lost: what a parser has consumed since `mark()` can be given back as text. Knows no
-dialect.
+Nothing is lost: what a parser has consumed since `mark()` can be given back as text. Only where an
+answer was cut short is a mark that has just begun no text: whoever wants more then gets `CutShort`,
+so that a parser stops where it is, unless it knows better. Knows no dialect.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.text.parts import CallArguments, Part, ReasoningDelta, TextDelta, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class More(Enum):
     """What a parser yields when it can go no further."""
 
     MORE = 0
+
+
+class CutShort(Exception):  # noqa: N818 - nothing is wrong with the parser
+    """The answer was cut off where more had to come; `taken` is what `taken_until` had by then."""
+
+    taken = ""
 
 
 MORE = More.MORE
@@ -43,18 +52,30 @@ class Source:
 
     def __init__(self) -> None:
         self.ended = False
-        self.reasoning = False  # what is being read now is the model's reasoning
+        self.cut = False  # when it has ended: not by itself
+        # Where in the whole text reasoning began and ended, in turn.
+        self.reasoning: list[int] = []
         # Attempts at a call that may fail and be read again as text: each can cost a look at all
         # that follows, so there are not many.
         self.attempts = 16
         self._text = ""
+        self._dropped = 0  # characters of the whole text before `_text`
         self._at = 0
         self._mark: int | None = None
+
+    def begin_reasoning(self) -> None:
+        """What follows is the model's reasoning."""
+        self.reasoning.append(self._dropped + self._at)
+
+    def end_reasoning(self) -> None:
+        """What follows is no reasoning any more."""
+        self.reasoning.append(self._dropped + self._at)
 
     def feed(self, text: str) -> None:
         """More text; what was consumed and is not marked is forgotten."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
+        self._dropped += start
         self._at -= start
         if self._mark is not None:
             self._mark = 0
@@ -68,6 +89,11 @@ class Source:
         assert self._mark is not None
         text, self._mark = self._text[self._mark : self._at], None
         return text
+
+    @property
+    def marked(self) -> bool:
+        """Whether there is a mark."""
+        return self._mark is not None
 
     def unmark(self) -> None:
         """What was marked is understood."""
@@ -88,9 +114,10 @@ class Source:
                 ((place, -len(m), m) for m in markers if (place := self._find(m)) >= 0),
                 default=None,
             )
-            held = 0 if self.ended else self._open(markers)
+            held = 0 if self.ended and not self.cut else self._open(markers)
             # A marker that has only begun may start earlier, or be longer.
-            if found is not None and (held == 0 or found[0] < len(self._text) - held):
+            certain = held == 0 or self.ended or (found and found[0] < len(self._text) - held)
+            if found is not None and certain:
                 place, _, marker = found
                 yield kind(self._text[self._at : place])
                 self._at = place + len(marker)
@@ -100,8 +127,13 @@ class Source:
                 yield kind(self._text[self._at : end])
                 self._at = end
             if self.ended:
+                self._refuse_if_cut()
                 return None
             yield MORE
+
+    def _refuse_if_cut(self) -> None:
+        if self.cut:
+            raise CutShort
 
     def _find(self, marker: str) -> int:
         return self._text.find(marker, self._at)
@@ -124,6 +156,9 @@ class Source:
                 item = next(reading)
             except StopIteration as stop:
                 return "".join(pieces), stop.value
+            except CutShort as short:
+                short.taken = "".join(pieces)
+                raise
             if item is MORE:
                 yield MORE
             else:
@@ -137,7 +172,10 @@ class Source:
             if here == literal:
                 self._at += len(literal)
                 return True
-            if self.ended or not literal.startswith(here):
+            if not literal.startswith(here):
+                return False
+            if self.ended:
+                self._refuse_if_cut()
                 return False
             yield MORE
 
@@ -150,7 +188,10 @@ class Source:
 
     def peek(self) -> Parse[str]:
         """The next character, "" at the end."""
-        while self._at >= len(self._text) and not self.ended:
+        while self._at >= len(self._text):
+            if self.ended:
+                self._refuse_if_cut()
+                return ""
             yield MORE
         return self._text[self._at : self._at + 1]
 
@@ -218,6 +259,7 @@ class Source:
             yield kind(self._text[self._at :])
             self._at = len(self._text)
             if self.ended:
+                self._refuse_if_cut()
                 return depth == 0 and not in_string
             yield MORE
 
@@ -238,27 +280,32 @@ class Parsing:
         self._source = Source()
         self._parts = parser(self._source)
 
-    @property
-    def reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, as far as is known."""
-        return self._source.reasoning
+    def reasoning_tokens(self, offsets: Sequence[int]) -> int:
+        """How many tokens begin in reasoning, its marks included, of those that begin at these
+        characters of the text."""
+        borders = [bisect_left(offsets, place) for place in self._source.reasoning]
+        if len(borders) % 2:
+            borders.append(len(offsets))
+        return sum(borders[1::2]) - sum(borders[::2])
 
     def push(self, text: str) -> list[Part]:
         """What is certain after one more piece of text."""
         self._source.feed(text)
         return self._run()
 
-    def finish(self) -> list[Part]:
-        """What was held back; nothing may be pushed after it."""
-        self._source.ended = True
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """What was held back; nothing may be pushed after it. `cut`: the answer was cut short, so
+        a mark that has only begun is left out and a call that is not whole stays open."""
+        self._source.ended, self._source.cut = True, cut
         return self._run()
 
     def _run(self) -> list[Part]:
         parts: list[Part] = []
-        for item in self._parts:
-            if isinstance(item, More):
-                break
-            parts.append(item)
+        with suppress(CutShort):
+            for item in self._parts:
+                if isinstance(item, More):
+                    break
+                parts.append(item)
         return merged(parts)
 
 

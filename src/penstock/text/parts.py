@@ -7,6 +7,7 @@ put together are the whole. Knows no protocol and no dialect.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The present call is complete."""
+    """The present call is complete; one that was cut off has no end."""
 
 
 Part = TextDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
@@ -49,13 +50,14 @@ Part = TextDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
 def merged(parts: list[Part]) -> list[Part]:
     """The same with neighbouring deltas of one kind joined and empty ones left out."""
     result: list[Part] = []
-    for part in parts:
-        if isinstance(part, TextDelta | ReasoningDelta | CallArguments):
-            if not part.text:
-                continue
-            last = result[-1] if result else None
-            if type(last) is type(part):
-                result[-1] = type(part)(last.text + part.text)
-                continue
-        result.append(part)
+    for kind, neighbours in groupby(parts, type):
+        if issubclass(kind, TextDelta | ReasoningDelta | CallArguments):
+            if text := "".join(part.text for part in neighbours):  # type: ignore[union-attr]
+                last = result[-1] if result else None
+                if type(last) is kind:  # only empty ones of another kind between them
+                    result[-1] = kind(last.text + text)
+                else:
+                    result.append(kind(text))
+        else:
+            result += neighbours
     return result

@@ -63,8 +63,8 @@ def read_reasoning(source: Source, tags: Tags, *, opened: bool) -> Parse[None]:
             source.unmark()
         else:
             source.rewind()
-    source.reasoning = True
+    source.begin_reasoning()
     yield from source.space()
     yield from source.until(ReasoningDelta, tags.close)
-    source.reasoning = False
+    source.end_reasoning()
     yield from source.space()

@@ -21,7 +21,7 @@ class TextStream:
 
     What `push` and `finish` return, joined, is the one-shot decode of the tokens up to the first
     stop string: the one that starts first in the text, and of those that start together the
-    shortest.
+    shortest. Where an answer was cut short, a last character that is not whole is missing.
     """
 
     stopped: bool  # a stop string was found; further tokens are ignored
@@ -64,11 +64,12 @@ class TextStream:
                 sent.append(self._take(self._decoding.push(token)))
         return "".join(sent)
 
-    def finish(self) -> str:
-        """The text that was held back. Nothing may be pushed after it."""
+    def finish(self, *, cut: bool = False) -> str:
+        """The text that was held back. Nothing may be pushed after it. `cut`: the answer was cut
+        short, so a character that is not whole is left out."""
         if self.stopped:
             return ""
-        sent = self._take(self._decoding.finish())
+        sent = self._take(self._decoding.finish(cut=cut))
         if not self.stopped and (found := self._finder.finish()):
             return sent + self._stop_at(found)
         held, self._held = self._held, ""

@@ -1,14 +1,14 @@
 """A model's tokenizer: text to token ids and back, from the files of a model folder.
 
 Owns what `tokenizer.json` and `tokenizer_config.json` say: vocabulary, special tokens, chat
-templates. Encoding is work for a thread: a short text's own, or for a long text the library's pool,
-which runs only on cores that a model's step leaves idle. It does not know requests, streams or stop
+templates. A short text is encoded in a thread of its own, a long one on the library's pool, which
+runs only on cores that a model's step leaves idle. It does not know requests, streams or stop
 strings.
 
 Measured on two cores, 297,000 tokens from 1.6 MB of text: `encode_batch_fast` takes 0.98 s for the
 whole text and 0.22 s for pieces of it on the pool, without Python's lock either way; making the
 Python lists takes 10 ms under it. The library takes 100 to 210 bytes for each byte of text that it
-works on, so pieces also bound that; see `seams` for which tokenizers allow a cut.
+works on, so pieces also bound that; `safe_splits` says which tokenizers allow a split.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import os
 import sys
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from tokenizers import Encoding
@@ -31,14 +32,17 @@ from tokenizers.models import BPE
 
 from penstock.errors import BadRequest, ModelUnusable
 from penstock.text.decoder import StreamDecoder
-from penstock.text.seams import (
+from penstock.text.safe_splits import (
     PIECE_CHARS,
     Spec,
-    can_be_cut,
+    can_be_split,
     longest_piece,
     longest_token_bytes,
     pieces,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
 
 # Threads of the library's pool, which takes batches of two texts or more. Not one for every core:
 # even an idle-only thread delays the waking of a step's thread on its core.
@@ -50,16 +54,24 @@ os.environ.setdefault("RAYON_NUM_THREADS", str(_WIDTH))
 # thread its tick of 4 ms now and then; a step of 40 ms should meet one or two, not ten in a row.
 _REST_S = 0.010
 
-# Threads that wait for the pool, or encode a short text themselves.
+# Threads that encode a short text themselves, 40 ms at most, and threads that wait for the pool,
+# which may take long to find an idle core: short texts never wait for it.
 LONG_TEXT_CHARS = 64 * 1024
-_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
-_SHORT_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
-_LONG_TEXTS = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize-long")
+# Of a longer text so much is encoded at a time: its ids, not packed yet, may take 40 times that.
+_SLICE_CHARS = 256 * 1024
+_SHORT_TEXTS = ThreadPoolExecutor(
+    max(2, min(4, (os.cpu_count() or 1) // 4)), thread_name_prefix="tokenize"
+)
+_LONG_TEXTS = ThreadPoolExecutor(4, thread_name_prefix="tokenize-long")
 
 _LARGEST_ID = 2**32 - 1  # what the library can be asked about at all
 
 # Bytes that the library takes per byte of a text it works on: 213 measured at most.
 _ENCODE_FACTOR = 214
+
+# Each thread of the library keeps the tokens of the first words that it meets, 8 KiB for a long
+# one, as long as the tokenizer lives: 82 MiB a thread by itself. So many words make it as quick.
+_WORDS_KEPT = 256
 
 
 class Tokenizer:
@@ -84,10 +96,12 @@ class Tokenizer:
         # Settings of the training run that some models ship; a prompt is never cut or filled.
         self._raw.no_truncation()
         self._raw.no_padding()
+        if (resize := getattr(self._raw.model, "_resize_cache", None)) is not None:
+            resize(_WORDS_KEPT)  # BPE and Unigram
         self.decoder = StreamDecoder(spec.decoder)
         vocabulary = self._raw.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        self._cuttable = can_be_cut(spec)
+        self._cuttable = can_be_split(spec)
         self._longest_token_bytes = longest_token_bytes(spec, vocabulary)
         added = self._raw.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -134,14 +148,25 @@ class Tokenizer:
             return self._encodings([text], add_special_tokens)[0].ids
         cut = self._cuttable
         parts = pieces(text) if cut else iter([text])
+        specials = add_special_tokens and not cut
+        ids: list[int] = []
+        if len(text) > LONG_TEXT_CHARS:
+            ids = self._encode_on_pool(parts, specials)
+        else:
+            for part in parts:
+                ids += self._encodings([part], specials)[0].ids
+        return self._surrounded(ids) if cut and add_special_tokens else ids
+
+    def _encode_on_pool(self, parts: Iterator[str], add_special_tokens: bool) -> list[int]:
+        """Some parts at a time, so that several long texts advance together."""
         ids: list[int] = []
         while batch := list(islice(parts, _WIDTH)):
             # The pool takes nothing less than two.
-            for encoding in self._encodings([*batch, ""], add_special_tokens and not cut)[:-1]:
+            for encoding in self._encodings([*batch, ""], add_special_tokens)[:-1]:
                 ids += encoding.ids
             if _crowded():
                 time.sleep(_REST_S)
-        return self._surrounded(ids) if cut and add_special_tokens else ids
+        return ids
 
     async def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text, without holding up the event loop or shorter texts."""
@@ -150,7 +175,46 @@ class Tokenizer:
             threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    def least_tokens(self, text: str) -> int:
+    async def encode_in_slices(
+        self, text: str, *, add_special_tokens: bool
+    ) -> AsyncIterator[list[int]]:
+        """The same, some ids at a time, so that their memory can be booked as they come."""
+        if len(text) <= _SLICE_CHARS or not self._cuttable:
+            yield await self.encode_in_thread(text, add_special_tokens=add_special_tokens)
+            return
+        slices = pieces(text, _SLICE_CHARS)
+
+        def encode_next() -> list[int] | None:
+            part = next(slices, None)
+            return None if part is None else self.encode(part, add_special_tokens=False)
+
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(_LONG_TEXTS, require_encodable, text)
+        before, after = self._around() if add_special_tokens else ([], [])
+        yield before
+        while (ids := await loop.run_in_executor(_LONG_TEXTS, encode_next)) is not None:
+            yield ids
+        yield after
+
+    async def encode_all_in_thread(
+        self, texts: list[str], *, add_special_tokens: bool
+    ) -> list[array[int]]:
+        """The ids of each of some texts, packed; together they are no longer than a short one."""
+
+        def encode() -> list[array[int]]:
+            return [
+                array("i", self.encode(text, add_special_tokens=add_special_tokens))
+                for text in texts
+            ]
+
+        return await asyncio.get_running_loop().run_in_executor(_SHORT_TEXTS, encode)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The ids of two short texts as the tokenizer joins them, and of which segment each is."""
+        encoding = self._raw.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
+
+    def min_tokens_of(self, text: str) -> int:
         """A number of tokens that the text cannot fall below, without encoding it."""
         if self._longest_token_bytes is None:
             return 0
@@ -166,12 +230,16 @@ class Tokenizer:
         return self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     def _surrounded(self, ids: list[int]) -> list[int]:
-        """With the special tokens that the tokenizer puts before and after a text."""
+        before, after = self._around()
+        return [*before, *ids, *after]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
         bare, full = (self._encodings(["a"], added)[0].ids for added in (False, True))
         before = next(
             start for start in range(len(full)) if full[start : start + len(bare)] == bare
         )
-        return [*full[:before], *ids, *full[before + len(bare) :]]
+        return full[:before], full[before + len(bare) :]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids the tokenizer does not know add nothing to it."""
@@ -195,6 +263,10 @@ class Tokenizer:
         if skip_special_tokens and token in self._special_contents and token not in keep:
             return None
         return token
+
+    def has_special_text(self, text: str) -> bool:
+        """Whether the text has the letters of a special token, which are read as that token."""
+        return any(content in text for content in self._special_contents)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, special or not."""

@@ -1,8 +1,8 @@
 """One model's blocks in the cache directory: asked for by key, saved from and loaded into memory.
 
-    contains, longest_prefix, touch     in memory, for the thread that plans steps
-    load                                reads; for a helper thread, several at once if wished
-    save, refresh                       for the writer's thread (`writer.py`)
+    contains, touch     in memory, for the thread that plans steps
+    load                reads; for a helper thread, several at once if wished
+    save, refresh       for the writer's thread (`writer.py`)
 
 What `load` returns True for is exactly what was saved under that key by a model of the same
 fingerprint. Whatever else is found (short, changed, of another format, model or key) is a miss,
@@ -87,13 +87,6 @@ class DiskTier:
         """Whether it is likely there; only `load` can tell."""
         return block_tag(self._model, key) in self.store.index
 
-    def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of a chain's keys, from its beginning, are there without a gap."""
-        for count, key in enumerate(keys):
-            if not self.contains(key):
-                return count
-        return len(keys)
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used now; in the order of the chain, so that its end goes first."""
         self.store.index.touch([block_tag(self._model, key) for key in keys])
@@ -120,12 +113,10 @@ class DiskTier:
         *,
         offered_ns: int | None = None,
         wanted: Callable[[], bool] = lambda: True,
-        commit: Callable[[], bool] = lambda: True,
     ) -> Outcome:
         """Write a block straight from the owner's memory; OSError if the disk will not.
 
-        A clear since `offered_ns` cancels it. `wanted` is asked between pieces, `commit` once, last
-        of all and under the directory's lock: a True there is followed by the rename.
+        A clear since `offered_ns` cancels it, and so does `wanted`, which is asked between pieces.
         """
         if self.contains(key):
             return Outcome.PRESENT
@@ -144,19 +135,16 @@ class DiskTier:
         if not whole:
             self.store.discard(part)
             return Outcome.CANCELLED
-        outcome = self.store.publish(part, commit)
+        outcome = self.store.publish(part)
         if outcome is Outcome.SAVED:
             self._pages.saved(part.final_name)
             self.write_rate.add(size, time.perf_counter() - started)
             self._count(saved=1, saved_bytes=size)
         return outcome
 
-    def remove(self, key: bytes) -> None:
-        self.store.remove(block_name(self._model, key))
-
     def refresh(self) -> None:
         """See what other processes have done, count anew, come down to the quota."""
-        self._pages.settle()
+        self._pages.drop_saved()
         try:
             self.store.refresh()
             self.problem = None

@@ -1,4 +1,4 @@
-"""File pages that the kernel need not keep: for a process whose control group has little memory.
+"""Drops cache files from the page cache, for a process whose control group has little memory.
 
 What is written and read passes through the page cache and stays there, while there is room. That
 makes the next read fast. But in a group with a limit it fills all that is left of it, and from then
@@ -46,9 +46,9 @@ class Pages:
         """It was written, is done and has its name; this may wait for one before it."""
         if self.frugal:
             self._on_their_way.append(name)
-            self.settle(_FILES_BEHIND)
+            self.drop_saved(_FILES_BEHIND)
 
-    def settle(self, but: int = 0) -> None:
+    def drop_saved(self, but: int = 0) -> None:
         """Drop all that was saved, but for the last files."""
         while len(self._on_their_way) > but:
             with contextlib.suppress(OSError):  # it may be gone by now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # With a size given in bytes, so much of what would be free without us at most.
-_MOST_SHARE = 0.9
+_MAX_SHARE = 0.9
 _AUTO_SHARE = 0.1
 
 
@@ -14,7 +14,7 @@ class Quota:
     """The smaller of a number of bytes and a share of the disk that is free but for our files."""
 
     limit_bytes: int | None
-    share: float = _MOST_SHARE
+    share: float = _MAX_SHARE
 
     @classmethod
     def parse(cls, text: str) -> Quota:

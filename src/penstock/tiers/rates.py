@@ -1,8 +1,9 @@
-"""How much a second, of late."""
+"""Recent rates (amount per second) and histograms of durations."""
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 
 # An observation has half its weight left after so much more: bytes, usually.
 _HALF_LIFE = 256 << 20
@@ -29,3 +30,24 @@ class Rate:
         """None before the first."""
         with self._lock:
             return self._amount / self._seconds if self._seconds > 0 else None
+
+
+# The upper ends of a histogram's buckets; what is longer than the last has none.
+DURATIONS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class Durations:
+    """How often something took how long; used by one thread."""
+
+    def __init__(self) -> None:
+        self.sum_s = 0.0
+        self._counts = [0] * (len(DURATIONS_S) + 1)
+
+    def add(self, seconds: float) -> None:
+        """It took so long."""
+        self.sum_s += seconds
+        self._counts[bisect_left(DURATIONS_S, seconds)] += 1
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The counts that are not zero, by the number of their bucket: `NAME_bucket_3`."""
+        return {f"{name}_bucket_{i}": float(n) for i, n in enumerate(self._counts) if n}

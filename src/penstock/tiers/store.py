@@ -136,17 +136,13 @@ class Store:
             part = part_name(name)
             return Part(part, name, size, books.create(part, size))
 
-    def publish(self, part: Part, proceed: Callable[[], bool]) -> Outcome:
-        """Give a written file its name, unless it is there or no longer wanted; ends the part.
-
-        `proceed` is asked last, under the directory's lock.
-        """
+    def publish(self, part: Part) -> Outcome:
+        """Give a written file its name, unless it is there; ends the part."""
         try:
             with self._locked() as books:
-                present = self._exists(part.final_name)
-                if present or not proceed():
+                if self._exists(part.final_name):
                     books.unlink(part.name, part.size)
-                    outcome = Outcome.PRESENT if present else Outcome.CANCELLED
+                    outcome = Outcome.PRESENT
                 else:
                     outcome = self._rename(part)
         except Exception:

@@ -4,20 +4,16 @@ Offering never waits. Every accepted offer ends in exactly one call of its `rele
 thread ends it, and the owner must leave the bytes as they are until then. A release may offer, but
 must not wait for the writer.
 
-    queued ──▶ writing ──▶ committing ──▶ saved
-       └──────────┴──▶ cancelled                  (or present, no room, failed)
-
-Cancelling is of items, not of keys: what is offered after a cancel, under the same key and while
-the cancelled file is still being written, is a new item and is kept.
+    queued ──▶ writing ──▶ saved         (or present, no room, failed)
+       └──────────┴──▶ cancelled         when it is closed
 
 A disk that fails costs hits, not answers: what is queued is let go, offers are refused for a
-while, longer each time, then tried again. Each turn for the worse or better is one event. Whatever
-else goes wrong in the thread, for want of memory say, is taken for such a failure.
+while, longer each time, then tried again. Each change for the worse or better is one event.
+Whatever else goes wrong in the thread, for want of memory say, is taken for such a failure.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
@@ -28,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.tiers.store import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.tiers.disk import DiskTier
     from penstock.tiers.format import Payload
@@ -40,14 +36,6 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _REFRESH_S = 60.0
-# How long a cancel waits for a rename that has begun; on a disk that hangs it is undone later.
-_COMMIT_WAIT_S = 1.0
-
-
-class _Phase(enum.Enum):
-    QUEUED = 0
-    WRITING = 1
-    COMMITTING = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +45,6 @@ class _Item:
     release: Release
     size: int
     offered_ns: int
-    phase: _Phase = _Phase.QUEUED
-    cancelled: bool = False
     released: bool = False
 
 
@@ -127,26 +113,6 @@ class Writer:
             )
         return False
 
-    def cancel(self, keys: Collection[bytes] | None = None) -> int:
-        """Do not save what waits or is being written (of these keys, or all); how many items.
-
-        Nothing of them appears on disk after this returns, unless the disk hangs in the very
-        rename: then the file is removed as soon as that ends.
-        """
-        with self._changed:
-            which = list(self._queue) if keys is None else keys
-            doomed = [item for key in which if (item := self._queue.pop(key, None)) is not None]
-            self._bytes -= sum(item.size for item in doomed)
-            current = self._current
-            hit = current is not None and (keys is None or current.key in keys)
-            if hit and current is not None:
-                current.cancelled = True
-                if current.phase is _Phase.COMMITTING:
-                    self._changed.wait_for(lambda: self._current is not current, _COMMIT_WAIT_S)
-            self._changed.notify_all()
-        self._let_go(doomed, Outcome.CANCELLED)
-        return len(doomed) + hit
-
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was accepted has ended; False if the time was too short."""
         with self._changed:
@@ -155,15 +121,19 @@ class Writer:
             )
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Cancel everything and end the thread; False if it hangs in a system call.
+        """Cancel what waits or is being written and end the thread; False if it hangs in a system
+        call.
 
         What must be kept is flushed before. A thread that hangs still holds one item, and
         releases it when the disk answers.
         """
         with self._changed:
             self._closed = True
+            waiting = list(self._queue.values())
+            self._queue.clear()
+            self._bytes -= sum(item.size for item in waiting)
             self._changed.notify_all()
-        self.cancel()
+        self._let_go(waiting, Outcome.CANCELLED)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -209,7 +179,6 @@ class Writer:
                     return None
                 if self._queue and time.monotonic() < self._refresh_at:
                     _, item = self._queue.popitem(last=False)
-                    item.phase = _Phase.WRITING
                     self._current = item
                     return item
             self._refresh()
@@ -224,23 +193,12 @@ class Writer:
         self._refresh_at = time.monotonic() + self._refresh_s
 
     def _save(self, item: _Item) -> Outcome:
-        def commit() -> bool:
-            with self._changed:
-                if not item.cancelled:
-                    item.phase = _Phase.COMMITTING
-                return not item.cancelled
-
-        outcome = self._tier.save(
+        return self._tier.save(
             item.key,
             item.payloads,
             offered_ns=item.offered_ns,
-            wanted=lambda: not item.cancelled,
-            commit=commit,
+            wanted=lambda: not self._closed,
         )
-        if outcome is Outcome.SAVED and item.cancelled:
-            self._tier.remove(item.key)
-            return Outcome.CANCELLED
-        return outcome
 
     def _finish(self, item: _Item, outcome: Outcome) -> None:
         event = None
@@ -291,9 +249,7 @@ class Writer:
             self._changed.notify_all()
 
     def _on_its_way(self, key: bytes) -> bool:
-        current = self._current
-        being_written = current is not None and current.key == key and not current.cancelled
-        return being_written or key in self._queue
+        return key in self._queue or (self._current is not None and self._current.key == key)
 
     def _let_go(self, items: Sequence[_Item], outcome: Outcome) -> None:
         problem = None

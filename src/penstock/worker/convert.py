@@ -1,10 +1,12 @@
 """Foreign files into a Hugging Face folder: `python -m penstock.worker.convert WHAT SRC DEST`.
 
-`gguf` de-quantises a GGUF file to float32 safetensors with its tokenizer, chat template and
-configurations; `tokenizer` makes the `tokenizer.json` that a slow tokenizer lacks.
+`gguf-header` writes the tokenizer, chat template and configurations of a GGUF file, which stays
+what it is; `gguf` de-quantises it to float32 safetensors as well; `tokenizer` makes the
+`tokenizer.json` that a slow tokenizer lacks; `quantize-FORMAT` rounds the weights of a Hugging Face
+folder.
 
-A process of its own, because it imports torch and transformers and takes the memory of a whole
-model, which the exit gives back. It speaks JSON lines on standard output, `{"phase", "done",
+A process of its own, because it imports torch and transformers and takes memory (`gguf` that of a
+whole model), which the exit gives back. It speaks JSON lines on standard output, `{"phase", "done",
 "total"}` or a last `{"error"}`, and exits when its standard input closes: it never outlives the
 pull that started it. torch and transformers are imported where they are used, so that a file that
 cannot be converted is refused before the seconds which that takes.
@@ -18,13 +20,20 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ModelUnusable, PenstockError
+from penstock.sources.quantize import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ITEM_BYTES = 4  # everything is stored as float32
 _RESERVE_BYTES = 512 << 20  # torch, transformers and one tensor in flight
+_NICE = 10  # while models are served beside it
+_TELL_S = 0.1
 
 
 def main(arguments: list[str]) -> int:
@@ -35,6 +44,9 @@ def main(arguments: list[str]) -> int:
         _CONVERSIONS[what](Path(source), Path(target))
     except PenstockError as error:
         _say(error=error.message)
+        return 1
+    except OSError as error:
+        _say(error=f"{source} could not be converted: {error.strerror or error} ({target}).")
         return 1
     except Exception as error:  # noqa: BLE001 - the edge of this process
         _say(error=f"{source} cannot be converted: {type(error).__name__}: {error}")
@@ -51,6 +63,29 @@ def _exit_with_parent() -> None:
 def _say(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
+
+
+def describe_gguf(source: Path, target: Path) -> None:
+    """Write what a model folder has beside the GGUF file `source`, from its header alone."""
+    from penstock.catalog.gguf.checkpoint import read_facts, read_numbers
+    from penstock.catalog.gguf.configuration import make_config, make_generation_config
+    from penstock.worker import gguf_tokenizer
+
+    _say(phase="header", done=0, total=1)
+    facts = read_facts(source, vocabulary=True)
+    config = make_config(facts, functools.partial(read_numbers, source))
+    tokenizer = gguf_tokenizer.tokenizer_for(facts.metadata, source.parent)
+    tokenizer.save(str(target / "tokenizer.json"))
+    window = config["max_position_embeddings"]
+    written = {
+        "config.json": config,
+        "generation_config.json": make_generation_config(config),
+        "tokenizer_config.json": gguf_tokenizer.tokenizer_config(facts.metadata, window),
+    }
+    for name, content in written.items():
+        text = json.dumps(content, ensure_ascii=False, indent=2)
+        (target / name).write_text(text, "utf-8")
+    _say(phase="header", done=1, total=1)
 
 
 def convert_gguf(source: Path, target: Path) -> None:
@@ -191,7 +226,30 @@ def convert_tokenizer(source: Path, target: Path) -> None:
     _say(phase="tokenizer", done=1, total=1)
 
 
-_CONVERSIONS = {"gguf": convert_gguf, "tokenizer": convert_tokenizer}
+def quantize_folder(wanted: str, source: Path, target: Path) -> None:
+    """Write the weights of the model folder `source` in the format `wanted`, with a configuration
+    that says so, to the folder `target`."""
+    os.nice(_NICE)
+    from penstock.worker.models.build import config_of
+    from penstock.worker.quantize.making import quantize
+
+    told_at = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal told_at
+        if (now := time.monotonic()) - told_at >= _TELL_S or done == total:
+            told_at = now
+            _say(phase="quantise", done=done, total=total)
+
+    quantize(source, target, config_of(str(source), str(source)), wanted, report)
+
+
+_CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {
+    "gguf-header": describe_gguf,
+    "gguf": convert_gguf,
+    "tokenizer": convert_tokenizer,
+    **{f"quantize-{wanted}": functools.partial(quantize_folder, wanted) for wanted in FORMATS},
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

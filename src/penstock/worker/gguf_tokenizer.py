@@ -22,10 +22,11 @@ from tokenizers import (
     processors,
 )
 
-from penstock.errors import ModelUnusable
+from penstock.errors import ModelUnusable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class TokenType(IntEnum):
@@ -91,6 +92,31 @@ RULES: dict[str, _Rule] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
 }
+
+
+def tokenizer_for(metadata: Mapping[str, Any], folder: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file in `folder`: by its metadata or, where these do not say enough,
+    the `tokenizer.json` that lies beside, if its tokens are the file's."""
+    try:
+        return build_tokenizer(metadata)
+    except ModelUnusable as error:
+        beside = folder / "tokenizer.json"
+        if not beside.exists():
+            raise ModelUnusable(
+                f"{error.message} With its tokenizer.json beside the GGUF file it can be used."
+            ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(beside))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelUnusable(f"{beside} is not a tokenizer: {error}.") from error
+    tokens = _list(metadata, "tokens")
+    for token, index in tokenizer.get_vocab().items():
+        if index >= len(tokens) or tokens[index] != token:
+            raise ModelUnusable(
+                f"{beside} is of another model: its token {index} is {shortened(token)!r}, and the "
+                f"GGUF file's is {shortened(str((*tokens, None)[min(index, len(tokens))]))!r}."
+            )
+    return tokenizer
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:

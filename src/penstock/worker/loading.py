@@ -1,143 +1,237 @@
 """From a model folder to an engine that answers: weights, probe, arena, self-check.
 
-A model is refused here, with a sentence, when penstock would not compute it exactly: weights that
-are missing, layers that never reach our attention, or logits that differ from the model's own.
+A model is refused, with a sentence, when penstock would not compute it exactly: weights that are
+missing, layers that never reach our attention, or logits that differ from the model's own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from copy import deepcopy
-from functools import partial
+import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.catalog.geometry import read_window
+from penstock.catalog.kv_formats import kv_format
+from penstock.catalog.linear_formats import MADE_AT_LOAD
+from penstock.catalog.weights import read_json
 from penstock.errors import ModelTooLarge, ModelUnusable
 from penstock.wire import Ready
-from penstock.worker import profile_store
-from penstock.worker.caps import Cap, CudaCap, NoCap, OuterCap, RamCap
-from penstock.worker.engine.executor import Executor
-from penstock.worker.engine.generate import GenerateEngine
-from penstock.worker.engine.grammar import Vocabulary
-from penstock.worker.engine.runner import Runner
-from penstock.worker.kv.arena import Arena, BlockLayout
-from penstock.worker.kv.blocks import BlockPool
-from penstock.worker.kv.disk_reader import ShelfSpec
+from penstock.worker.backends import open_backend
+from penstock.worker.backends.runner import Runner
+from penstock.worker.core.drafts.control import DraftControl
+from penstock.worker.core.drafts.drafting import Drafting
+from penstock.worker.core.drafts.lookup import Lookup
+from penstock.worker.core.engine import GenerateEngine
+from penstock.worker.core.plan import StepLimits
+from penstock.worker.core.profile import ServedModel
+from penstock.worker.core.step_memory import StepMemory
+from penstock.worker.engine.grammar import Grammars
+from penstock.worker.kv.cache import KvCache
+from penstock.worker.kv.groups import cost_of, split_layers
 from penstock.worker.kv.identity import ModelFiles, numerics
-from penstock.worker.kv.shelf import Shelf
-from penstock.worker.meter import (
-    copied_bytes,
-    device_overhead_bytes,
-    meter_for,
-    own_bytes,
+from penstock.worker.kv.memory import KvMemory
+from penstock.worker.kv.offload.disk_reader import DiskSpec
+from penstock.worker.kv.offload.tiers import KvOffload
+from penstock.worker.load_phases import LoadPhases
+from penstock.worker.models import attention, verify
+from penstock.worker.models.build import (
+    build_model,
+    kept_tensors,
+    read_config,
+    routing_matters,
+    sliding_windows,
 )
-from penstock.worker.models import attention, verify, weights
-from penstock.worker.models.kernels import kernels_for
-from penstock.worker.models.kernels.reference import ReferenceKernels
-from penstock.worker.profile import Bench, Profile, profile, remember
-from penstock.worker.scheduling.plan import StepLimits
+from penstock.worker.process_memory import own_bytes
+from penstock.worker.profiling import store as profile_store
+from penstock.worker.profiling.profile import ProfileContext, profile, remember
+from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
-    from torch import Tensor
-    from torch.nn import Module
     from transformers import PretrainedConfig, PreTrainedModel
 
     from penstock.wire import LoadSpec
-    from penstock.worker.engine.cuda_executor import CudaExecutor
+    from penstock.worker.backends.base import Backend
+    from penstock.worker.core.engine_contract import Progress
+    from penstock.worker.core.profile import Profile
+    from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.models.kernels.interface import Kernels
-
-    Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
-# A chunk is shortened at the end of a long context, so that no step takes much longer than others.
-STEP_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 26}
 EXTENTS = 128  # of an arena, if they are not larger than they need to be
-
-# Rotary tables that change with the longest position in a batch: exact only below the length at
-# which they would change, so that is the window served.
-_LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
 def load_engine(spec: LoadSpec, progress: Progress) -> GenerateEngine:
     """Load the model of `spec`; raises a PenstockError that says what is wrong with it."""
-    clock = _Phases()
-    device = torch.device(spec.device)
+    return load(spec, progress)[0]
+
+
+def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileContext]:
+    """An engine, and what it was measured with."""
+    clock = LoadPhases()
+    backend = open_backend(spec.device)
     _prepare_torch(spec.threads)
-    files = ModelFiles.now(Path(spec.path), with_code=spec.trust_remote_code)
-    config = _read_config(spec)
-    dtype = _resolve_dtype(spec.dtype, config, device)
-    text = config.get_text_config()
-    vocabulary = Vocabulary(Path(spec.path), text.vocab_size)
-    if device.type != "cpu":
-        vocabulary.read()  # weights come in meanwhile, and graphs are captured
-    model = _load_model(spec, config, dtype, device, progress)
-    clock.ended("weights")
-    kernels = kernels_for(device, dtype)
-    kernels.adopt(model)
-    _leave_the_weights_stream(device)
-    window = _window(text, spec)
-    fingerprint = profile_store.fingerprint(spec, dtype, window, BLOCK_TOKENS)
-    proven = profile_store.load(spec.profile_dir, fingerprint) if device.type == "cpu" else None
-    geometry = dict(proven.layers) if proven is not None else verify.probe(model, text)
-    layout = BlockLayout(tuple(geometry.values()), BLOCK_TOKENS, dtype)
-    arena = _arena(spec, layout, window, device)
-    slots = {layer: slot for slot, layer in enumerate(geometry)}
-    pool = BlockPool(arena.blocks, arena.extent_blocks, arena)
-    runner = Runner(model, arena, kernels, _windows(text), slots)
-    executor = _executor(runner, vocabulary, spec, window)
-    # What graphs keep comes out of the grant, and is booked apart.
-    spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
-    shelf = _shelf(spec, arena, kernels, files)  # before anything is measured, since it has buffers
-    outer = _outer_cap(spec, model) if spec.capped and device.type == "cpu" else None
-    bench = Bench(
-        spec=spec,
-        executor=executor,
-        arena=arena,
-        pool=pool,
-        meter=meter_for(device),
-        cap=_cap(spec, arena, outer),
-        limits=StepLimits(
-            tokens=spec.step_tokens,
-            sequences=spec.step_sequences,
-            block_tokens=BLOCK_TOKENS,
-            logit_rows=2 * spec.step_sequences,
-            reserve=spec.reserve,
-            pairs=STEP_PAIRS[device.type],
-        ),
-        window=window,
-        vocabulary=text.vocab_size,
-        row_bytes=model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize,
-        routes=_routing_matters(model),
-        fingerprint=fingerprint,
-    )
+    model = _load_model(spec, backend, progress, clock)
+    geometry = _geometry(spec, backend, model)
+    context = _profile_context(spec, backend, model, geometry)
     clock.ended("kernels")
     progress("profile", 0, 0)
-    measured = profile(bench)
+    measured = with_times(context, profile(context))
     clock.ended("profile")
-    ready = _ready(bench, measured, outer)
-    ready.queue_bytes = 0 if shelf is None else shelf.queue_bytes
-    engine = GenerateEngine(bench, measured, ready, shelf)
+    ready = _ready(context, measured, model)
+    engine = _engine(context, measured, ready)
     if not measured.proven:
-        verify.compare_with_own_attention(model, engine, text)
-        remember(bench, measured, geometry)
-    known = ready.weight_bytes + executor.graph_bytes + arena.committed_bytes
-    ready.device_overhead_bytes = device_overhead_bytes(device, known)
+        verify.compare_with_own_attention(
+            *(model.module, context.executor, context.kv),
+            *(model.text, ready.context, context.memory.format),
+        )
+        remember(context, measured, geometry)
+    booked = ready.weight_bytes + ready.graph_bytes + context.memory.committed_bytes
+    ready.device_overhead_bytes = backend.overhead_bytes(booked)
     engine.open()
     clock.ended("comparison")
     ready.phases = clock.phases
     ready.load_s = sum(clock.phases.values())
     log.info("loaded in %.2f s: %s", ready.load_s, clock.phases)
-    return engine
+    return engine, context
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """A model whose weights and kernels are in place."""
+
+    module: PreTrainedModel
+    text: PretrainedConfig
+    dtype: torch.dtype
+    kernels: Kernels
+    files: ModelFiles  # as they were before the weights were read
+    window: int
+    fingerprint: str
+    weight_bytes: int
+    copied_bytes: int  # of them, not mapped from files
+
+
+def _load_model(
+    spec: LoadSpec, backend: Backend, progress: Progress, clock: LoadPhases
+) -> _LoadedModel:
+    folder = Path(spec.path)
+    files = ModelFiles.now(folder, with_code=spec.trust_remote_code)
+    config = read_config(spec)
+    dtype = _resolve_dtype(spec.dtype, config, backend)
+    module = build_model(spec, config, dtype, backend.device, progress)
+    clock.ended("weights")
+    kernels = backend.prepare(module, dtype)
+    window = _window(spec)
+    tensors = kept_tensors(module)
+    return _LoadedModel(
+        module=module,
+        text=config.get_text_config(),
+        dtype=dtype,
+        kernels=kernels,
+        files=files,
+        window=window,
+        fingerprint=profile_store.fingerprint(spec, backend.processor, dtype, window, BLOCK_TOKENS),
+        weight_bytes=sum(tensor.nbytes for tensor in tensors),
+        copied_bytes=backend.copied_bytes(tensors, folder),
+    )
+
+
+def _geometry(spec: LoadSpec, backend: Backend, model: _LoadedModel) -> Mapping[int, LayerGeometry]:
+    """What each layer keeps of a token: known from an earlier load, or by a forward."""
+    known = None
+    if not backend.full_steps_are_cheap:
+        known = profile_store.load(spec.profile_dir, model.fingerprint)
+    return dict(known.layers) if known is not None else verify.probe(model.module, model.text)
+
+
+def _profile_context(
+    spec: LoadSpec, backend: Backend, model: _LoadedModel, geometry: Mapping[int, LayerGeometry]
+) -> ProfileContext:
+    """All that steps need, measured or not."""
+    windows = sliding_windows(model.text)
+    form = kv_format(spec.kv_dtype, _name(model.dtype))
+    groups = split_layers(
+        {layer: shape.size_bytes(form) for layer, shape in geometry.items()},
+        dict(enumerate(windows)),
+        BLOCK_TOKENS,
+        model.window,
+        form,
+    )
+    addresses = _addresses(spec, groups, model.window)
+    memory = KvMemory(groups, geometry, form, backend, *addresses)
+    tier = _tier(spec, backend, memory, model)  # it has buffers, so before measuring
+    cost = cost_of(groups, spec.step_tokens)
+    kv = KvCache(groups, memory.arenas, cost, spec.memory_bytes, tier)
+    # Captures graphs, whose padded rows read the first block of each group: it is committed now.
+    executor = backend.executor(
+        Runner(model.module, memory, model.kernels, windows),
+        _grammars(spec, model.text.vocab_size),
+        spec.step_sequences,
+        model.window,
+    )
+    # What graphs keep comes out of the grant, and is booked apart.
+    spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
+    kv.set_limit(spec.memory_bytes)
+    mapped_bytes = model.weight_bytes - model.copied_bytes
+    drafts = backend.max_drafts if spec.speculation == "auto" else 0
+    return ProfileContext(
+        spec=spec,
+        backend=backend,
+        executor=executor,
+        memory=memory,
+        kv=kv,
+        meter=backend.meter(memory),
+        cap=backend.cap(memory, mapped_bytes, enforced=spec.capped),
+        limits=StepLimits(
+            tokens=spec.step_tokens,
+            sequences=spec.step_sequences,
+            block_tokens=BLOCK_TOKENS,
+            logit_rows=StepLimits.logit_rows_for(spec.step_sequences, drafts),
+            reserve=spec.reserve,
+            pairs=backend.step_pair_limit,
+        ),
+        window=model.window,
+        vocabulary=model.text.vocab_size,
+        dtype=_name(model.dtype),
+        row_bytes=model.text.hidden_size * model.dtype.itemsize,
+        routes=routing_matters(model.module),
+        fingerprint=model.fingerprint,
+        drafts=drafts,
+    )
+
+
+def _drafting(context: ProfileContext, measured: Profile) -> Drafting | None:
+    if not context.drafts:
+        return None
+    return Drafting([Lookup(measured.host_tokens)], context.drafts, DraftControl(measured.times))
+
+
+def _grammars(spec: LoadSpec, vocabulary: int) -> Grammars:
+    host = None if spec.grammar_fd is None else socket.socket(fileno=spec.grammar_fd)
+    return Grammars(vocabulary, host)
+
+
+def _engine(context: ProfileContext, measured: Profile, ready: Ready) -> GenerateEngine:
+    backend, kv = context.backend, context.kv
+    served = ServedModel(
+        window=context.window,
+        vocabulary=context.vocabulary,
+        domain=backend.domain,
+        step_target_s=context.spec.step_target_s,
+        drafting=_drafting(context, measured),
+        calibrates=ready.queue_bytes > 0 and backend.full_steps_are_cheap,
+    )
+    memory = StepMemory(measured, context.meter, context.cap)
+    return GenerateEngine(context.executor, kv, memory, measured, served, ready)
 
 
 def _prepare_torch(threads: int | None) -> None:
@@ -149,260 +243,97 @@ def _prepare_torch(threads: int | None) -> None:
     attention.register()
 
 
-def _leave_the_weights_stream(device: torch.device) -> None:
-    """Compute on another stream from now on.
-
-    Torch's allocator has memory for each stream apart. Where weights were packed there are holes
-    between them: steps of some sizes would settle there, others find them too small and take more
-    beside them, and what steps hold together would be more than the largest of them.
-    """
-    if device.type == "cuda":
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        torch.cuda.set_stream(stream)
-
-
-def _ready(bench: Bench, measured: Profile, outer: OuterCap | None) -> Ready:
+def _ready(context: ProfileContext, measured: Profile, model: _LoadedModel) -> Ready:
     """What was loaded, as the server is told."""
-    spec, arena, model = bench.spec, bench.arena, bench.executor.model
-    kv_tokens = (measured.kv_blocks - 1) * BLOCK_TOKENS
-    copied = copied_bytes(_tensors(model), Path(spec.path)) if arena.in_ram else 0
-    private, beside = own_bytes(copied, arena.committed_bytes if arena.in_ram else 0)
+    spec, memory, kv = context.spec, context.memory, context.kv
+    kv.cost = measured.cost.kv
+    kv.set_limit(measured.kv_bytes)
+    if spec.kv_tokens is not None:
+        kv.ceiling_bytes = kv.need_bytes(spec.kv_tokens)
+    kv_tokens = kv.max_tokens()
+    committed = memory.committed_bytes if context.backend.is_process_memory else 0
+    private, beside = own_bytes(model.copied_bytes, committed)
     return Ready(
         pid=0,
         device=spec.device,
-        dtype=str(arena.layout.dtype).removeprefix("torch."),
-        weight_bytes=sum(tensor.nbytes for tensor in _tensors(model)),
-        kv_bytes_per_token=arena.layout.token_bytes,
+        dtype=context.dtype,
+        kv_dtype=memory.format.name,
+        weight_bytes=model.weight_bytes,
         kv_tokens=kv_tokens,
-        context=min(bench.window, kv_tokens),
+        context=min(context.window, kv_tokens),
         load_s=0.0,
         cost=measured.cost,
         process_bytes=private,
         step_bytes=measured.step_bytes,
         kv_bytes=measured.kv_bytes,
-        kv_unit_bytes=arena.unit_bytes,
+        kv_unit_bytes=kv.unit_bytes,
+        kv_overhead_bytes=kv.overhead_bytes,
         step_tokens=measured.limits.tokens,
-        graph_bytes=bench.executor.graph_bytes,
-        outer_cap=str(outer.group) if outer is not None else None,
+        graph_bytes=context.executor.graph_bytes,
+        outer_cap=context.cap.control_group,
         overhead_bytes=beside,
-        copied_bytes=copied,
+        copied_bytes=model.copied_bytes,
         kept_bytes=measured.kept_bytes if measured.proven else 0,
+        queue_bytes=kv.queue_bytes,
     )
 
 
-class _Phases:
-    """How long each part of a load took."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self.phases: dict[str, float] = {}
-
-    def ended(self, name: str) -> None:
-        """What was done since the last one was this."""
-        now = time.perf_counter()
-        self.phases[name] = round(now - self._since, 3)
-        self._since = now
-
-
-def _executor(
-    runner: Runner, vocabulary: Vocabulary, spec: LoadSpec, window: int
-) -> Executor | CudaExecutor:
-    """What runs plans on this device; graphs are captured here, before anything is measured."""
-    if isinstance(runner.kernels, ReferenceKernels):
-        return Executor(runner, vocabulary)
-    from penstock.worker.engine.cuda_executor import CudaExecutor
-    from penstock.worker.engine.cuda_runner import CudaRunner
-
-    on_device = CudaRunner(runner, spec.step_sequences, window)
-    on_device.capture(spec.step_sequences)
-    return CudaExecutor(on_device, vocabulary)
-
-
-def _shelf(spec: LoadSpec, arena: Arena, kernels: Kernels, files: ModelFiles) -> Shelf | None:
-    """KV in RAM, for an arena that is elsewhere, and on disk."""
-    tier_bytes = 0 if arena.in_ram else spec.tier_bytes
-    disk = ShelfSpec.of(spec, files, numerics(arena.layout, arena.device, kernels))
+def _tier(
+    spec: LoadSpec, backend: Backend, memory: KvMemory, model: _LoadedModel
+) -> KvOffload | None:
+    """KV in RAM, for arenas that are elsewhere, and on disk."""
+    tier_bytes = 0 if backend.is_process_memory else spec.tier_bytes
+    made = spec.dtype if spec.dtype in MADE_AT_LOAD else ""  # of the files, by rounding
+    processor = f"{backend.processor} {made}".strip()
+    disk = DiskSpec.of(spec, model.files, numerics(memory, model.dtype, processor, model.kernels))
     if disk is None and not tier_bytes:
         return None
-    return Shelf(arena, disk, spec.memory_bytes, tier_bytes)
+    return KvOffload(memory.groups, memory.arenas, disk, spec.memory_bytes, tier_bytes)
 
 
-def _arena(spec: LoadSpec, layout: BlockLayout, window: int, device: torch.device) -> Arena:
-    """Addresses for the largest grant there may ever be; nothing is committed yet."""
+def _addresses(
+    spec: LoadSpec, groups: tuple[LayerGroup, ...], window: int
+) -> tuple[list[int], int]:
+    """Blocks of each group in the largest grant there may ever be, and the bytes of an extent."""
     largest = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
-    blocks = largest // layout.block_bytes
     if spec.kv_tokens is not None:
-        blocks = max(blocks, 1 + -(-spec.kv_tokens // BLOCK_TOKENS))
+        cost = cost_of(groups, spec.step_tokens)
+        largest = max(largest, 2 * (cost.sequence(spec.kv_tokens) + cost.chunk_bytes))
     # More than every sequence of a step at full length could never be used.
-    blocks = min(blocks, 1 + spec.step_sequences * -(-window // BLOCK_TOKENS))
-    if blocks < 2:
+    useful = 1 + spec.step_sequences * -(-window // BLOCK_TOKENS)
+    blocks = [min(largest // group.block_bytes, useful) for group in groups]
+    if min(blocks) < 2:
+        needed = 2 * sum(group.block_bytes for group in groups)
         raise ModelTooLarge(
             f"{spec.name} leaves {spec.memory_bytes} bytes for KV and steps, and one block of "
-            f"{BLOCK_TOKENS} tokens takes {layout.block_bytes}: raise --memory.",
-            numbers={"needed_bytes": 2 * layout.block_bytes, "limit_bytes": spec.memory_bytes},
+            f"{BLOCK_TOKENS} tokens takes {needed // 2}: raise --memory.",
+            numbers={"needed_bytes": needed, "limit_bytes": spec.memory_bytes},
         )
     # Small enough that whole extents waste little of the grant.
-    extent_bytes = blocks * layout.block_bytes // EXTENTS
-    return Arena(layout, blocks, device, extent_bytes)
+    size = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
+    return blocks, min(size, largest) // EXTENTS
 
 
-def _outer_cap(spec: LoadSpec, model: PreTrainedModel) -> OuterCap | None:
-    outer = OuterCap.enter()
-    if outer is not None:
-        tensors = _tensors(model)
-        outer.mapped_bytes = sum(t.nbytes for t in tensors) - copied_bytes(tensors, Path(spec.path))
-    return outer
-
-
-def _cap(spec: LoadSpec, arena: Arena, outer: OuterCap | None) -> Cap:
-    if not spec.capped:
-        return NoCap()
-    return RamCap(arena, outer) if arena.in_ram else CudaCap(arena.device)
-
-
-def _read_config(spec: LoadSpec) -> PretrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(
-            spec.path, local_files_only=True, trust_remote_code=spec.trust_remote_code
-        )
-    except (ValueError, KeyError, OSError) as error:
-        raise ModelUnusable(f"{spec.name}: config.json cannot be used: {error}") from error
-    # Quantised checkpoints need loaders of their own; serving them as if they were plain is wrong.
-    if getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method", "unknown")
+def _resolve_dtype(wanted: str, config: PretrainedConfig, backend: Backend) -> torch.dtype:
+    """The type to compute in."""
+    if wanted == "auto" or wanted in MADE_AT_LOAD:
+        stored = getattr(config.get_text_config(), "dtype", None) or config.dtype
+        wanted = backend.kind.dtype_for(_name(stored))
+    dtype = getattr(torch, wanted, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ModelUnusable(
-            f"{spec.name} is quantised ({method}), which is not served yet: "
-            "use the unquantised checkpoint or a GGUF file, which is de-quantised at pull."
+            f"--dtype {wanted} is not one of auto, float32, bfloat16, float16, int8."
         )
-    return deepcopy(config)  # transformers keeps and changes the object it is given
+    return dtype
 
 
-def _resolve_dtype(wanted: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    if wanted != "auto":
-        dtype = getattr(torch, wanted, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ModelUnusable(f"--dtype {wanted} is not one of auto, float32, bfloat16, float16.")
-        return dtype
-    if device.type == "cpu":
-        return torch.float32  # narrower types are slower on CPUs without instructions for them
-    stored = getattr(config.get_text_config(), "dtype", None) or config.dtype
-    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+def _name(dtype: torch.dtype) -> str:
+    """As settings have it."""
+    return str(dtype).removeprefix("torch.")
 
 
-def _load_model(
-    spec: LoadSpec,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> PreTrainedModel:
-    folder = Path(spec.path)
-    files = sorted(folder.glob("*.safetensors"))
-    total = sum(file.stat().st_size for file in files)
-    progress("weights", 0, total)
-    seed = _random_seed(folder)
-    if seed is not None:
-        model = _random_model(config, dtype, device, seed)
-    else:
-        told = partial(progress, "weights")
-        model = None
-        if not spec.trust_remote_code:  # whose model may be another than transformers' own
-            model = weights.stream(config, attention.IMPLEMENTATION, dtype, device, files, told)
-        if model is None:
-            model = _stored_model(spec, config, dtype)
-    model = model.to(device).eval().requires_grad_(False)
-    progress("weights", total, total)
-    return model
-
-
-def _stored_model(spec: LoadSpec, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            spec.path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=spec.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below with their names
-        )
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
-        # Older model code looks its attention up in a table of its own.
-        if isinstance(error, KeyError) and error.args == (attention.IMPLEMENTATION,):
-            raise ModelUnusable(
-                f"{spec.name}: models of type {config.model_type} have attention code of their "
-                "own, which penstock cannot page."
-            ) from error
-        raise ModelUnusable(f"{spec.name} cannot be loaded: {error}") from error
-    _refuse_incomplete(spec.name, report)
-    return model
-
-
-def _refuse_incomplete(name: str, report: dict[str, Any]) -> None:
-    """transformers fills what it does not find, or cannot use, with random numbers."""
-    if missing := sorted(report["missing_keys"]):
-        raise ModelUnusable(
-            f"{name}: {len(missing)} weights are missing from its safetensors files, the first "
-            f"is {missing[0]}: pull the model again."
-        )
-    if mismatched := sorted(report["mismatched_keys"]):
-        weight, stored, expected = mismatched[0]
-        raise ModelUnusable(
-            f"{name}: {len(mismatched)} weights have another shape than config.json asks for, the "
-            f"first is {weight}: {list(stored)} instead of {list(expected)}."
-        )
-
-
-def _random_model(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
-) -> Any:
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
-        )
-
-
-def _random_seed(folder: Path) -> int | None:
-    """The seed of a folder that names a shape instead of holding weights."""
-    note = folder / "penstock.json"
-    if not note.exists():
-        return None
-    seed: int | None = json.loads(note.read_text()).get("random_seed")
-    return seed
-
-
-def _window(text: PretrainedConfig, spec: LoadSpec) -> int:
-    window: int = text.max_position_embeddings
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in _LENGTH_DEPENDENT_ROPE:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        window = min(window, original or window)
+def _window(spec: LoadSpec) -> int:
+    """As the catalog has it: what the server lets in and what is served are the same number."""
+    path = Path(spec.path) / "config.json"
+    window = spec.window or read_window(read_json(path), path)
     return min(window, spec.max_context or window)
-
-
-def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
-    """Each layer's sliding window as the config has it, for models that put it only in the mask."""
-    size = getattr(text, "sliding_window", None)
-    # Without a list of kinds, a window is every layer's.
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _tensors(model: Module) -> tuple[Tensor, ...]:
-    """What the model keeps; tied weights are one parameter and count once."""
-    return (*model.parameters(), *model.buffers())
-
-
-def _routing_matters(model: PreTrainedModel) -> bool:
-    """Whether what a step takes depends on the experts that its tokens are sent to."""
-    return any(
-        name.rpartition(".")[2] == "experts" and not getattr(module.forward, "even", False)
-        for name, module in model.named_modules()
-    )

@@ -2,8 +2,8 @@
 
 The device thread (the main one) owns the engine. One helper thread reads the socket and only
 posts messages, with one exception: it ends the process when there is nobody left to work for,
-because the device thread may be deep in a load or a step. Knows no torch and no model: the engine
-arrives through the module named in the order.
+because the device thread may be deep in a load or a step. Knows no torch, no model and no KV: the
+engine arrives through the module named in the order, and is what `core.engine_contract` says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -26,17 +26,14 @@ from penstock.wire import (
     Cancel,
     Failure,
     Finish,
-    Freed,
     Grant,
     LoadFailed,
     Loading,
     LoadSpec,
     Output,
     Probe,
-    Ready,
     Shed,
     Shutdown,
-    Status,
     Step,
     Submit,
     ToWorker,
@@ -48,6 +45,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    from penstock.worker.core.engine_contract import Engine, EngineModule
+
 log = logging.getLogger(__name__)
 
 EXIT_OK = 0
@@ -57,66 +56,6 @@ EXIT_SERVER_GONE = 5
 
 FAILURES_ALLOWED = 3
 PROGRESS_EVERY_S = 0.1
-
-
-class Engine(Protocol):
-    """What a worker drives. Everything is called on the device thread."""
-
-    def ready(self) -> Ready:
-        """What was loaded; `pid` and `load_s` are filled in by the loop."""
-        ...
-
-    def submit(self, request: Submit) -> None:
-        """Take a request; raises `PenstockError` to refuse it."""
-        ...
-
-    def cancel(self, request_id: int) -> None:
-        """Forget a request; an unknown id is one that has just finished."""
-        ...
-
-    def grant(self, kv_bytes: int, step_bytes: int, tier_bytes: int) -> int:
-        """Hold no more than this from now on; how many bytes went back to the system."""
-        ...
-
-    def shed(self, size: int) -> int:
-        """Have `size` bytes less of KV from now on, if not in use; how many went back."""
-        ...
-
-    def kv_limit_bytes(self) -> int:
-        """What the KV arena may hold at most."""
-        ...
-
-    def tier_limit_bytes(self) -> int:
-        """What KV kept in RAM, beside the device, may hold at most."""
-        ...
-
-    def notices(self) -> list[str]:
-        """What people should know that has not been told yet."""
-        ...
-
-    def has_work(self) -> bool:
-        """Whether `step` would compute anything."""
-        ...
-
-    def step(self) -> list[Output]:
-        """One forward for everything planned."""
-        ...
-
-    def status(self) -> Status:
-        """The figures after the latest step."""
-        ...
-
-    def probe(self) -> None:
-        """One real step of one token; raises when it fails."""
-        ...
-
-    def tidy(self) -> float | None:
-        """What is left to do while there is no work; seconds until it should be called again."""
-        ...
-
-    def close(self) -> None:
-        """The process is about to end."""
-        ...
 
 
 def run(sock: socket.socket, spec: LoadSpec, engine_module: str) -> int:
@@ -151,9 +90,9 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
     """The engine of `spec`; whatever goes wrong becomes a `PenstockError`."""
     progress = _Progress(channel)
     try:
-        module = importlib.import_module(engine_module)
+        module = cast("EngineModule", importlib.import_module(engine_module))
         with behind_others() if spec.yields else nullcontext():
-            engine: Engine = module.load_engine(spec, progress)
+            return module.load_engine(spec, progress)
     except (PenstockError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
@@ -162,7 +101,6 @@ def _load(channel: WorkerChannel, spec: LoadSpec, engine_module: str) -> Engine:
             f"The model {spec.name!r} could not be loaded from {spec.path}: "
             f"{type(error).__name__}: {error}. The worker's log has the whole traceback."
         ) from error
-    return engine
 
 
 class _Progress:
@@ -260,19 +198,14 @@ class _Worker:
             case Probe():
                 self._probe(message)
             case Grant():
-                engine, grant = self._engine, message
-                self._freed(engine.grant(grant.kv_bytes, grant.step_bytes, grant.tier_bytes))
+                self._channel.send(self._engine.grant(message))
             case Shed():
-                self._freed(self._engine.shed(message.bytes))
+                self._channel.send(self._engine.shed(message.bytes))
         return isinstance(message, Cancel | Grant | Shed)
 
     def _send(self, outputs: list[Output]) -> None:
         self._in_flight.difference_update(o.id for o in outputs if o.finish is not None)
         self._channel.send(Step(outputs, self._engine.status(), self._engine.notices()))
-
-    def _freed(self, size: int) -> None:
-        engine = self._engine
-        self._channel.send(Freed(size, engine.kv_limit_bytes(), engine.tier_limit_bytes()))
 
     def _submit(self, request: Submit) -> None:
         self._in_flight.add(request.id)

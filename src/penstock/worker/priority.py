@@ -1,4 +1,4 @@
-"""The processor's time while a model is loaded: those that serve already go first.
+"""A lower scheduling priority (nice) for a worker that loads while other models serve.
 
 A load computes with as many threads as a model that serves, and two such on the same cores wait for
 each other's threads most of the time. Knows threads, not what they do.

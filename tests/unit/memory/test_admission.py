@@ -12,38 +12,37 @@ from penstock.errors import BadRequest, ContextTooLong, ModelTooLarge
 from penstock.memory.admission import (
     Accept,
     LoadNeed,
-    ModelRoom,
+    ModelCapacity,
     Refuse,
     RequestNeed,
-    Resident,
     Wait,
-    choose_shed,
-    choose_victims,
     decide,
     decide_growth,
     decide_load,
     granted_now,
     owner_of,
 )
+from penstock.memory.cost import GroupCost, KvCost
+from penstock.memory.domains import RAM, Domain
+from penstock.memory.eviction import ModelUsage
 from penstock.memory.ledger import Ledger, Purpose
 
 WINDOW = 1000
-ROOM = ModelRoom(
+ROOM = ModelCapacity(
     name="m",
-    domain="ram",
+    domain=RAM,
     window=WINDOW,
-    kv_bytes_per_token=10,
-    block_tokens=16,
+    kv=KvCost((GroupCost(160),), 16),
     kv_now_bytes=160 * 50,  # 800 tokens
     fixed_bytes=1000,
 )
 
 
 def books(limit: int = 20_000, booked: int = 0) -> Ledger:
-    ledger = Ledger({"ram": limit}, {"ram": 1 << 40})
-    ledger.reserve("server", {("ram", Purpose.PROCESS): 500})
+    ledger = Ledger({RAM: limit}, {RAM: 1 << 40})
+    ledger.reserve("server", {(RAM, Purpose.PROCESS): 500})
     if booked:
-        ledger.reserve(owner_of("other"), {("ram", Purpose.WEIGHTS): booked})
+        ledger.reserve(owner_of("other"), {(RAM, Purpose.WEIGHTS): booked})
     return ledger
 
 
@@ -70,7 +69,7 @@ def test_over_the_window_is_refused_whatever_the_memory() -> None:
         "needed_tokens": 1001,
         "limit_tokens": 1000,
         "needed_bytes": 16 * 63 * 10,
-        "limit_bytes": 10_000,
+        "limit_bytes": 10_080,
     }
     assert isinstance(verdict, Refuse)
     assert isinstance(verdict.error, ContextTooLong)
@@ -81,17 +80,17 @@ def test_over_the_window_is_refused_whatever_the_memory() -> None:
 def test_over_what_the_limit_can_ever_leave_is_refused_with_the_numbers() -> None:
     # 8000 - 500 of the server - 1000 of the model's own: 40 blocks of 160 bytes.
     snapshot = books(8000, booked=1000).snapshot()
-    room = dataclasses.replace(ROOM, kv_now_bytes=3200)
-    verdict = decide(RequestNeed(640, None), snapshot, room)
+    capacity = dataclasses.replace(ROOM, kv_now_bytes=3200)
+    verdict = decide(RequestNeed(640, None), snapshot, capacity)
     assert numbers(verdict)["reason"] == "memory"
     assert numbers(verdict)["limit_tokens"] == 640
     assert numbers(verdict)["limit_bytes"] == 6400
-    assert decide(RequestNeed(639, None), snapshot, room) == Wait(grow_bytes=6400)
+    assert decide(RequestNeed(639, None), snapshot, capacity) == Wait(grow_bytes=6400)
 
 
 def test_pinned_neighbours_are_not_counted_as_gone() -> None:
     snapshot = books(8000, booked=3000).snapshot()
-    pinned = resident("other", fixed=1000, kv=2000, least=500, pinned=True)
+    pinned = usage("other", fixed=1000, kv=2000, least=500, pinned=True)
     verdict = decide(RequestNeed(639, None), snapshot, ROOM, [pinned])
     assert isinstance(verdict, Accept)  # what is there counts too
     small = dataclasses.replace(ROOM, kv_now_bytes=1600)
@@ -102,9 +101,9 @@ def test_pinned_neighbours_are_not_counted_as_gone() -> None:
 
 def test_external_memory_makes_a_request_wait_and_never_refuses_it() -> None:
     ledger = books(20_000)
-    ledger.observe("ram", 1 << 40)
-    room = dataclasses.replace(ROOM, kv_now_bytes=1600)
-    assert isinstance(decide(RequestNeed(500, None), ledger.snapshot(), room), Wait)
+    ledger.observe(RAM, 1 << 40)
+    capacity = dataclasses.replace(ROOM, kv_now_bytes=1600)
+    assert isinstance(decide(RequestNeed(500, None), ledger.snapshot(), capacity), Wait)
 
 
 def test_an_absent_model_is_judged_by_window_and_weights_only() -> None:
@@ -138,7 +137,7 @@ def test_what_is_granted_now_may_be_nothing() -> None:
     assert granted_now(RequestNeed(900, None), ROOM) < 1
 
 
-def resident(
+def usage(
     name: str,
     *,
     fixed: int = 100,
@@ -148,50 +147,24 @@ def resident(
     idle: bool = True,
     pinned: bool = False,
     used_at: float = 0.0,
-) -> Resident:
-    return Resident(name, "ram", fixed, kv, used, least, idle, pinned, used_at)
-
-
-def test_unused_kv_is_asked_of_the_longest_idle_first() -> None:
-    old, new = resident("old", used_at=1), resident("new", used_at=2)
-    busy = resident("busy", idle=False, used=700)
-    assert choose_shed([new, busy, old], 500, keep_bytes=0) == (("old", 500),)
-    assert choose_shed([new, busy, old], 2000, keep_bytes=0) == (
-        ("old", 900),
-        ("new", 900),
-        ("busy", 200),
-    )
-    assert choose_shed([old], 2000, keep_bytes=800) == (("old", 200),)
-    assert choose_shed([resident("tight", used=1000)], 10, keep_bytes=0) == ()
-
-
-def test_victims_are_idle_unpinned_and_enough() -> None:
-    models = [
-        resident("pinned", pinned=True),
-        resident("busy", idle=False),
-        resident("new", used_at=2),
-        resident("old", used_at=1),
-    ]
-    assert choose_victims(models, "ram", 1100) == ("old",)
-    assert choose_victims(models, "ram", 1101) == ("old", "new")
-    assert choose_victims(models, "ram", 2201) == ()
-    assert choose_victims(models, "gpu:0", 1) == ()
+) -> ModelUsage:
+    return ModelUsage(name, RAM, fixed, kv, used, least, idle, pinned, used_at)
 
 
 NEED = LoadNeed(
     name="new",
-    domain="ram",
-    fixed={("ram", Purpose.WEIGHTS): 900, ("ram", Purpose.STEP): 100},
-    kv_least_bytes=100,
+    domain=RAM,
+    fixed={(RAM, Purpose.WEIGHTS): 900, (RAM, Purpose.STEP): 100},
+    kv_min_bytes=100,
     kv_window_bytes=1000,
-    kv_most_bytes=5000,
+    kv_max_bytes=5000,
 )
 
 
-def loaded(limit: int, *residents: Resident) -> Ledger:
-    ledger = Ledger({"ram": limit}, {"ram": 1 << 40})
-    for model in residents:
-        needs = {("ram", Purpose.WEIGHTS): model.fixed_bytes, ("ram", Purpose.KV): model.kv_bytes}
+def loaded(limit: int, *usages: ModelUsage) -> Ledger:
+    ledger = Ledger({RAM: limit}, {RAM: 1 << 40})
+    for model in usages:
+        needs = {(RAM, Purpose.WEIGHTS): model.fixed_bytes, (RAM, Purpose.KV): model.kv_bytes}
         ledger.reserve(owner_of(model.name), needs)
     return ledger
 
@@ -212,13 +185,13 @@ def test_a_load_that_can_never_fit_is_refused_with_the_sum() -> None:
         "needed_bytes": 1100,
         "limit_bytes": 1099,
     }
-    pinned = resident("p", pinned=True)
+    pinned = usage("p", pinned=True)
     assert isinstance(decide_load(NEED, loaded(1299, pinned).snapshot(), [pinned]), Refuse)
     assert not isinstance(decide_load(NEED, loaded(1300, pinned).snapshot(), [pinned]), Refuse)
 
 
 def test_unused_kv_moves_before_a_model_is_unloaded() -> None:
-    other = resident("other", kv=3000, used_at=1)
+    other = usage("other", kv=3000, used_at=1)
     ledger = loaded(4100, other)
     verdict = decide_load(NEED, ledger.snapshot(), [other])
     # 1000 are free and all of them are weights and step; a fair share of the 3000 is 1500, but one
@@ -228,20 +201,20 @@ def test_unused_kv_moves_before_a_model_is_unloaded() -> None:
 
 
 def test_a_busy_neighbour_is_waited_for() -> None:
-    other = resident("other", kv=3000, used=3000, idle=False)
+    other = usage("other", kv=3000, used=3000, idle=False)
     snapshot = loaded(3500, other).snapshot()
     assert decide_load(NEED, snapshot, [other]) == Wait(drain=("other",))
     # Not one that is pinned, nor one that was loaded only a moment ago.
     for kept in (
-        dataclasses.replace(other, pinned=True, fixed_bytes=0, kv_least_bytes=0),
+        dataclasses.replace(other, pinned=True, fixed_bytes=0, kv_min_bytes=0),
         dataclasses.replace(other, served=False),
     ):
         assert decide_load(NEED, snapshot, [kept]) == Wait()
     # Idle ones go with it, and those longest unused are asked first.
     others = [
-        resident("late", kv=2000, used=2000, idle=False, used_at=2),
-        resident("early", kv=2000, used=2000, idle=False, used_at=1),
-        resident("idle", kv=100, used_at=3),
+        usage("late", kv=2000, used=2000, idle=False, used_at=2),
+        usage("early", kv=2000, used=2000, idle=False, used_at=1),
+        usage("idle", kv=100, used_at=3),
     ]
     snapshot = loaded(4600, *others).snapshot()
     assert decide_load(NEED, snapshot, others, spent={"idle"}) == Wait(drain=("early",))
@@ -249,30 +222,30 @@ def test_a_busy_neighbour_is_waited_for() -> None:
 
 def test_a_short_domain_takes_no_load() -> None:
     ledger = loaded(4000)
-    ledger.observe("ram", 1 << 40)
+    ledger.observe(RAM, 1 << 40)
     assert isinstance(decide_load(NEED, ledger.snapshot(), []), Wait)
 
 
 def test_growth_takes_what_is_free_then_from_idle_others() -> None:
-    other = resident("other", kv=3000)
+    other = usage("other", kv=3000)
     ledger = loaded(3500, other)
-    room = dataclasses.replace(ROOM, kv_now_bytes=0)
-    assert decide_growth(ledger.snapshot(), room, 400, [other]) == Accept(400)
-    assert decide_growth(ledger.snapshot(), room, 900, [other]) == Wait(shed=(("other", 500),))
-    assert decide_growth(ledger.snapshot(), room, 900, [other], {"other"}) == (
+    capacity = dataclasses.replace(ROOM, kv_now_bytes=0)
+    assert decide_growth(ledger.snapshot(), capacity, 400, [other]) == Accept(400)
+    assert decide_growth(ledger.snapshot(), capacity, 900, [other]) == Wait(shed=(("other", 500),))
+    assert decide_growth(ledger.snapshot(), capacity, 900, [other], {"other"}) == (
         Wait(unload=("other",))
     )
 
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_second_domain_must_have_room_too(idle: bool) -> None:
-    ledger = Ledger({"ram": 1000, "gpu:0": 10_000})
-    other = resident("other", fixed=800, kv=0, least=0, idle=idle)
-    ledger.reserve(owner_of("other"), {("ram", Purpose.PROCESS): 800})
+    ledger = Ledger({RAM: 1000, Domain.gpu(0): 10_000})
+    other = usage("other", fixed=800, kv=0, least=0, idle=idle)
+    ledger.reserve(owner_of("other"), {(RAM, Purpose.PROCESS): 800})
     need = dataclasses.replace(
         NEED,
-        domain="gpu:0",
-        fixed={("gpu:0", Purpose.WEIGHTS): 900, ("ram", Purpose.PROCESS): 300},
+        domain=Domain.gpu(0),
+        fixed={(Domain.gpu(0), Purpose.WEIGHTS): 900, (RAM, Purpose.PROCESS): 300},
     )
     expected = Wait(unload=("other",)) if idle else Wait(drain=("other",))
     assert decide_load(need, ledger.snapshot(), [other]) == expected
@@ -288,20 +261,20 @@ def test_kv_that_is_asked_for_is_enough_whatever_the_pieces(
     unit: int, prompt: int, limit: int, overhead: int
 ) -> None:
     """Otherwise a request waits for ever: the arena takes whole pieces only."""
-    room = dataclasses.replace(ROOM, kv_now_bytes=0, overhead_bytes=overhead, unit_bytes=unit)
-    verdict = decide(RequestNeed(prompt, 1), books(limit).snapshot(), room)
+    capacity = dataclasses.replace(ROOM, kv_now_bytes=0, overhead_bytes=overhead, unit_bytes=unit)
+    verdict = decide(RequestNeed(prompt, 1), books(limit).snapshot(), capacity)
     if isinstance(verdict, Refuse):
         return
     assert isinstance(verdict, Wait)
     held = verdict.grow_bytes - verdict.grow_bytes % unit
-    grown = dataclasses.replace(room, kv_now_bytes=held)
+    grown = dataclasses.replace(capacity, kv_now_bytes=held)
     assert decide(RequestNeed(prompt, 1), books(limit).snapshot(), grown) == Accept(1)
 
 
 def test_a_load_elsewhere_takes_what_can_be_spared_before_anybody_goes() -> None:
     """Memory of a GPU model's process in RAM comes from KV kept there."""
-    ledger = Ledger({"ram": 1000, "gpu:0": 1000})
-    ledger.reserve(owner_of("first"), {("ram", Purpose.TIER): 950})
-    tier = Resident("tier", "ram", 0, 950, 0, 0, idle=True, pinned=True, used_at=float("-inf"))
-    need = LoadNeed("m", "gpu:0", {("ram", Purpose.PROCESS): 200}, 10, 10, 10)
+    ledger = Ledger({RAM: 1000, Domain.gpu(0): 1000})
+    ledger.reserve(owner_of("first"), {(RAM, Purpose.TIER): 950})
+    tier = ModelUsage("tier", RAM, 0, 950, 0, 0, idle=True, pinned=True, used_at=float("-inf"))
+    need = LoadNeed("m", Domain.gpu(0), {(RAM, Purpose.PROCESS): 200}, 10, 10, 10)
     assert decide_load(need, ledger.snapshot(), [tier]) == Wait(shed=(("tier", 150),))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,16 +25,18 @@ from penstock.errors import PenstockError
 from penstock.memory.admission import (
     Accept,
     LoadNeed,
-    ModelRoom,
+    ModelCapacity,
     Refuse,
     RequestNeed,
-    Resident,
     Wait,
     decide,
     decide_growth,
     decide_load,
     owner_of,
 )
+from penstock.memory.cost import GroupCost, KvCost
+from penstock.memory.domains import RAM
+from penstock.memory.eviction import ModelUsage
 from penstock.memory.ledger import Ledger, OutOfBudget, Purpose, Reservation
 
 RULES = 20_000
@@ -44,7 +46,7 @@ BLOCK = 4
 LIMIT = 10_000
 CAPACITY = 12_000
 SPARE = 200
-KV = ("ram", Purpose.KV)
+KV = (RAM, Purpose.KV)
 
 
 @dataclass
@@ -67,8 +69,8 @@ class World(RuleBasedStateMachine):
 
     @initialize(floor=st.integers(100, 2000))
     def open(self, floor: int) -> None:
-        self.ledger = Ledger({"ram": LIMIT}, {"ram": CAPACITY}, {"ram": SPARE})
-        self.ledger.reserve("server", {("ram", Purpose.PROCESS): floor})
+        self.ledger = Ledger({RAM: LIMIT}, {RAM: CAPACITY}, {RAM: SPARE})
+        self.ledger.reserve("server", {(RAM, Purpose.PROCESS): floor})
         self.floor = floor
         self.models: dict[str, Loaded] = {}
         self.clock = 0.0
@@ -76,15 +78,15 @@ class World(RuleBasedStateMachine):
 
     # --- views ---
 
-    def residents(self) -> list[Resident]:
+    def usages(self) -> list[ModelUsage]:
         return [
-            Resident(
+            ModelUsage(
                 name,
-                "ram",
+                RAM,
                 model.booking.total() - model.kv,
                 model.kv,
                 model.used,
-                min(model.need.kv_least_bytes, model.kv),
+                min(model.need.kv_min_bytes, model.kv),
                 idle=not model.used,
                 pinned=model.pinned,
                 used_at=model.used_at,
@@ -93,10 +95,11 @@ class World(RuleBasedStateMachine):
             if not model.loading and not model.settling
         ]
 
-    def room(self, name: str) -> ModelRoom:
+    def capacity(self, name: str) -> ModelCapacity:
         model = self.models[name]
         fixed = model.booking.total() - model.kv
-        return ModelRoom(name, "ram", 400, TOKEN, BLOCK, model.kv, fixed)
+        kv = KvCost((GroupCost(TOKEN * BLOCK),), BLOCK)
+        return ModelCapacity(name, RAM, 400, kv, model.kv, fixed)
 
     def ready(self, name: str) -> bool:
         model = self.models.get(name)
@@ -113,7 +116,7 @@ class World(RuleBasedStateMachine):
             assert not model.used, "a model at work was chosen"
             assert not model.pinned
             model.settling = True
-            model.booking.settle()
+            model.booking.mark_exiting()
 
     # --- rules ---
 
@@ -127,18 +130,18 @@ class World(RuleBasedStateMachine):
     def load(self, name: str, weights: int, step: int, window: int, pinned: bool) -> None:
         if name in self.models:
             return
-        fixed = {("ram", Purpose.WEIGHTS): weights, ("ram", Purpose.STEP): step}
-        need = LoadNeed(name, "ram", fixed, min(50, window), window, 3 * window)
+        fixed = {(RAM, Purpose.WEIGHTS): weights, (RAM, Purpose.STEP): step}
+        need = LoadNeed(name, RAM, fixed, min(50, window), window, 3 * window)
         spent: set[str] = set()
         for _ in range(3 * len(NAMES)):
-            verdict = decide_load(need, self.ledger.snapshot(), self.residents(), spent)
+            verdict = decide_load(need, self.ledger.snapshot(), self.usages(), spent)
             if isinstance(verdict, Accept):
                 booking = self.ledger.reserve(owner_of(name), need.needs(verdict.granted))
                 self.models[name] = Loaded(need, booking, pinned)
                 return
             if isinstance(verdict, Refuse):
                 pinned_bytes = sum(m.booking.total() for m in self.models.values() if m.pinned)
-                assert weights + step + need.kv_least_bytes + self.floor + pinned_bytes > LIMIT
+                assert weights + step + need.kv_min_bytes + self.floor + pinned_bytes > LIMIT
                 return
             if not (verdict.shed or verdict.unload):
                 return
@@ -156,10 +159,10 @@ class World(RuleBasedStateMachine):
         if model is None or not model.loading or model.settling:
             return
         needs = model.booking.needs
-        step = ("ram", Purpose.STEP)
+        step = (RAM, Purpose.STEP)
         measured = max(int(needs[step] * factor), 1)
         kv = model.kv - max(measured - needs[step], 0)
-        if kv < min(model.need.kv_least_bytes, model.kv):
+        if kv < min(model.need.kv_min_bytes, model.kv):
             self.die(name)
             return
         model.booking.resize({**needs, step: measured, KV: kv})
@@ -169,25 +172,23 @@ class World(RuleBasedStateMachine):
     def admit(self, name: str, prompt: int, answer: int) -> None:
         if not self.ready(name):
             return
-        need, room = RequestNeed(prompt, answer), self.room(name)
-        verdict = decide(need, self.ledger.snapshot(), room, self.residents())
+        need, capacity = RequestNeed(prompt, answer), self.capacity(name)
+        verdict = decide(need, self.ledger.snapshot(), capacity, self.usages())
         model = self.models[name]
         self.clock += 1
         model.used_at = self.clock
         if isinstance(verdict, Accept):
             assert verdict.granted >= 1
-            size = room.bytes_for(prompt + verdict.granted)
+            size = capacity.bytes_for(prompt + verdict.granted)
             assert size <= model.kv
             model.used = min(model.used + size, model.kv)
         elif isinstance(verdict, Refuse):
             assert isinstance(verdict.error, PenstockError)
             others = sum(
-                r.fixed_bytes + r.kv_least_bytes
-                for r in self.residents()
-                if r.pinned and r.name != name
+                r.fixed_bytes + r.kv_min_bytes for r in self.usages() if r.pinned and r.name != name
             )
-            ever = LIMIT - self.floor - room.fixed_bytes - others
-            fits = room.window >= prompt + 1 and room.bytes_for(prompt + 1) <= ever
+            ever = LIMIT - self.floor - capacity.fixed_bytes - others
+            fits = capacity.window >= prompt + 1 and capacity.bytes_for(prompt + 1) <= ever
             assert not fits, "refused although it could fit"
         else:
             self.grow(name, verdict.grow_bytes)
@@ -201,7 +202,7 @@ class World(RuleBasedStateMachine):
             if size <= model.kv:
                 return
             verdict = decide_growth(
-                self.ledger.snapshot(), self.room(name), size, self.residents(), spent
+                self.ledger.snapshot(), self.capacity(name), size, self.usages(), spent
             )
             if isinstance(verdict, Accept):
                 model.booking.resize({**model.booking.needs, KV: size})
@@ -230,7 +231,7 @@ class World(RuleBasedStateMachine):
     def unload(self, name: str) -> None:
         if self.ready(name) and not self.models[name].used:
             self.models[name].settling = True
-            self.models[name].booking.settle()
+            self.models[name].booking.mark_exiting()
 
     @rule(name=st.sampled_from(NAMES))
     def reap(self, name: str) -> None:
@@ -249,9 +250,9 @@ class World(RuleBasedStateMachine):
 
     @rule(external=st.integers(0, CAPACITY))
     def outside(self, external: int) -> None:
-        self.ledger.observe("ram", external)
+        self.ledger.observe(RAM, external)
 
-    @precondition(lambda self: self.ledger.snapshot()["ram"].short)
+    @precondition(lambda self: self.ledger.snapshot()[RAM].short)
     @rule(size=st.integers(1, 10_000))
     def nothing_is_booked_while_short(self, size: int) -> None:
         before = self.ledger.snapshot()
@@ -270,7 +271,7 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         self.ledger.check()
-        state = self.ledger.snapshot()["ram"]
+        state = self.ledger.snapshot()[RAM]
         assert state.booked_bytes <= LIMIT
         held: dict[str, Any] = {"server": {Purpose.PROCESS: self.floor}}
         for name, model in self.models.items():
@@ -282,10 +283,7 @@ class World(RuleBasedStateMachine):
 
 
 def test_the_books_hold_under_everything() -> None:
-    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    plan = settings(
-        max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=checks
-    )
+    plan = settings(max_examples=250, stateful_step_count=50)
     World.rules_run = 0
     while World.rules_run < RULES:
         run_state_machine_as_test(World, settings=plan)

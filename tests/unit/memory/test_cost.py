@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.memory.cost import CostModel, Measured, fit
+from penstock.memory.cost import CostModel, GroupCost, KvCost, Measured, fit
 
 MIB = 1 << 20
+KV = KvCost((GroupCost(16 * 1024),), 16)
 Shape = tuple[int, int, int, int]
 
 sizes: st.SearchStrategy[Shape] = st.tuples(
@@ -49,7 +50,7 @@ GRID = [
 
 @given(points)
 def test_never_below_a_measured_point_whatever_was_measured(measured: list[Measured]) -> None:
-    cost = fit(measured, 1024, 16)
+    cost = fit(measured, KV)
     assert all(min(plane) >= 0.0 for plane in (cost.plane, *cost.layers, *cost.logits))
     for known in measured:
         assert cost.step(*known.shape) >= known.bytes
@@ -57,7 +58,7 @@ def test_never_below_a_measured_point_whatever_was_measured(measured: list[Measu
 
 @given(points, sizes, sizes)
 def test_a_larger_step_never_costs_less(measured: list[Measured], one: Shape, more: Shape) -> None:
-    cost = fit(measured, 1024, 16)
+    cost = fit(measured, KV)
     larger = (one[0] + more[0], one[1] + more[1], one[2] + more[2], one[3] + more[3])
     assert cost.step(*larger) >= cost.step(*one)
 
@@ -68,7 +69,7 @@ def test_a_larger_step_never_costs_less(measured: list[Measured], one: Shape, mo
 def test_true_between_the_measured_points_and_close_at_the_top(
     shape: Shape,
 ) -> None:
-    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    cost = fit(measure(GRID), KV, row_bytes=4_000)
     assert cost.step(*shape) >= truth(*shape)
     largest = max(p.bytes for p in cost.measured)
     if truth(*shape) > 0.8 * largest:
@@ -77,7 +78,7 @@ def test_true_between_the_measured_points_and_close_at_the_top(
 
 def test_layers_and_logits_are_not_added_up() -> None:
     """A chunk beside half of the logits costs what the chunk does, and hardly more."""
-    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    cost = fit(measure(GRID), KV, row_bytes=4_000)
     shape = (512, 32, 16_384, 16)
     assert truth(*shape) == truth(512, 32, 16_384, 0)  # its layers are the larger part
     assert truth(*shape) <= cost.step(*shape) <= 1.02 * truth(*shape)
@@ -86,12 +87,12 @@ def test_layers_and_logits_are_not_added_up() -> None:
 def test_many_short_prompts_cost_what_one_long_one_does() -> None:
     """No chunk sees less than itself, so a context is never measured alone."""
     shapes = [(16, 1, 16, 1), (16, 1, 8192, 1), (4096, 1, 4096, 1), (4096, 64, 8192, 64)]
-    cost = fit(measure(shapes), 1024, 16)
+    cost = fit(measure(shapes), KV)
     assert cost.step(4096, 8, 512, 8) >= truth(4096, 1, 512, 8)
 
 
 def test_beyond_all_that_was_measured_it_grows_on() -> None:
-    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    cost = fit(measure(GRID), KV, row_bytes=4_000)
     assert cost.step(512, 64, 32_768, 64) >= cost.step(512, 64, 16_384, 64) + 90 * 16_000
 
 
@@ -99,7 +100,7 @@ def test_a_plane_is_found_exactly() -> None:
     def plane(t: int, s: int, c: int, r: int) -> int:
         return 1000 + 300 * t + 70 * s + 5 * c + 9000 * r
 
-    cost = fit([Measured(*shape, plane(*shape)) for shape in GRID], 1024, 16)
+    cost = fit([Measured(*shape, plane(*shape)) for shape in GRID], KV)
     assert cost.plane[1] == pytest.approx(300, rel=1e-6)
     assert cost.plane[4] == pytest.approx(9000, rel=1e-6)
     assert cost.step(1000, 100, 40_000, 300) == pytest.approx(
@@ -108,30 +109,82 @@ def test_a_plane_is_found_exactly() -> None:
 
 
 def test_one_point_is_enough_and_none_is_not() -> None:
-    assert fit([Measured(512, 1, 512, 1, 7 * MIB)], 1024, 16).step(512, 1, 512, 1) >= 7 * MIB
+    assert fit([Measured(512, 1, 512, 1, 7 * MIB)], KV).step(512, 1, 512, 1) >= 7 * MIB
     with pytest.raises(ValueError, match="at least one"):
-        fit([], 1024, 16)
+        fit([], KV)
 
 
 def test_a_floor_lifts_small_steps_and_never_the_largest() -> None:
     points = [Measured(1, 1, 1, 1, 2 * MIB), Measured(512, 1, 512, 1, 30 * MIB)]
-    assert fit(points, 1, 16, floor=24 * MIB).step(1, 1, 1, 1) == 24 * MIB
-    assert fit(points, 1, 16, floor=64 * MIB).step(512, 1, 512, 1) == fit(points, 1, 16).step(
+    assert fit(points, KV, floor=24 * MIB).step(1, 1, 1, 1) == 24 * MIB
+    assert fit(points, KV, floor=64 * MIB).step(512, 1, 512, 1) == fit(points, KV).step(
         512, 1, 512, 1
     )
 
 
 def test_points_of_one_shape_keep_the_largest() -> None:
     shape = (8, 1, 8, 1)
-    cost = fit([Measured(*shape, 5), Measured(*shape, 9), Measured(*shape, 7)], 1, 16)
+    cost = fit([Measured(*shape, 5), Measured(*shape, 9), Measured(*shape, 7)], KV)
     assert [p.bytes for p in cost.measured] == [9]
 
 
 def test_a_sequence_takes_whole_blocks() -> None:
-    cost = fit([Measured(1, 1, 1, 1, 1)], kv_bytes_per_token=100, block_tokens=16)
+    cost = fit([Measured(1, 1, 1, 1, 1)], KvCost((GroupCost(1600),), 16))
     assert [cost.sequence(n) for n in (0, 1, 16, 17)] == [0, 1600, 1600, 3200]
 
 
 def test_the_same_after_a_trip_by_wire() -> None:
-    cost = fit(measure(GRID), 1024, 16, row_bytes=4_000)
+    cost = fit(measure(GRID), KV, row_bytes=4_000)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cost), type=CostModel) == cost
+
+
+batches = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(batches, st.integers(1, 16))
+def test_the_future_peak_is_that_of_a_simulation(
+    batch: list[tuple[int, int]], block_tokens: int
+) -> None:
+    peak = 0
+    for step in range(max((remaining for _, remaining in batch), default=0) + 1):
+        alive = [now for now, remaining in batch if remaining >= step]
+        peak = max(peak, sum(-(-(now + step) // block_tokens) for now in alive))
+    assert KvCost((GroupCost(7),), block_tokens).future_peak(batch) == 7 * peak
+
+
+@given(batches, st.integers(1, 16), st.integers(1, 40))
+def test_windows_bound_the_future_peak(
+    batch: list[tuple[int, int]], block_tokens: int, window: int
+) -> None:
+    full = KvCost((GroupCost(7), GroupCost(5)), block_tokens)
+    cost = KvCost((GroupCost(7), GroupCost(5, window)), block_tokens)
+    now = sum(cost.sequence(tokens) for tokens, _ in batch)
+    assert now <= cost.future_peak(batch)
+    ends = [(tokens + remaining, 0) for tokens, remaining in batch]
+    assert cost.future_peak(batch) <= max(full.future_peak(batch), full.future_peak(ends))
+
+
+def test_a_sequence_costs_up_to_a_cap_per_window() -> None:
+    cost = KvCost((GroupCost(16 * 10), GroupCost(16 * 100, 64)), 16, chunk_tokens=32)
+    assert cost.token_bytes == 110
+    assert cost.sequence(48) == 48 * 110
+    assert cost.sequence(16_000) == 16_000 * 10 + (64 // 16 + 2) * 16 * 100
+    assert cost.chunk_bytes == 32 * 100
+    assert cost.tokens_within(cost.sequence(16_000)) == 16_000
+    assert cost.tokens_within(cost.sequence(16_000) - 1) == 16_000 - 16
+    assert cost.tokens_within(cost.sequence(32)) == 32
+    assert cost.tokens_within(0) == 0
+
+
+def test_what_is_published_of_kv_is_right_beyond_a_window() -> None:
+    cost = KvCost((GroupCost(16 * 10), GroupCost(16 * 100, 64)), 16, chunk_tokens=32)
+    assert cost.figures(48)["kv_bytes_per_token"] == 110
+    assert cost.figures(16_000)["kv_bytes_per_token"] == 10 + 6 * 16 * 100 // 16_000
+    assert cost.figures(0) == {
+        "kv_bytes_per_token": 110,
+        "kv_fixed_bytes": 32 * 100,
+        "kv_groups": [
+            {"bytes_per_token": 10, "window": None, "cap_bytes": None},
+            {"bytes_per_token": 100, "window": 64, "cap_bytes": 6 * 16 * 100},
+        ],
+    }

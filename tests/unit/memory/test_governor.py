@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.memory.domains import RAM, Domain
 from penstock.memory.events import Events
-from penstock.memory.gauge import GpuReading, GroupReading, ProcessReading, RamReading
 from penstock.memory.governor import (
     BUSY_S,
     IDLE_S,
@@ -22,6 +22,7 @@ from penstock.memory.governor import (
     outside,
 )
 from penstock.memory.ledger import Ledger, Purpose, Reservation
+from penstock.memory.readings.gauge import GpuReading, GroupReading, ProcessReading, RamReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +35,11 @@ LIMIT = 8_000
 
 
 def process(private: int) -> ProcessReading:
-    return ProcessReading(*[private] * 6)
+    return ProcessReading(*[private] * 5)
 
 
 def readings(others: int, own: int = 1000, groups: tuple[GroupReading, ...] = ()) -> Readings:
-    ram = RamReading(CAPACITY, CAPACITY - others - own, None, None, groups)
+    ram = RamReading(CAPACITY, CAPACITY - others - own, groups)
     return Readings(ram, (), {"server": process(own)})
 
 
@@ -51,9 +52,9 @@ class Machine:
     reconciled: int = 0
     failures: list[Exception] = field(default_factory=list)  # of the turns to come
     ledger: Ledger = field(
-        default_factory=lambda: Ledger({"ram": LIMIT}, {"ram": CAPACITY}, {"ram": SPARE})
+        default_factory=lambda: Ledger({RAM: LIMIT}, {RAM: CAPACITY}, {RAM: SPARE})
     )
-    held: set[str] = field(default_factory=set)
+    held: set[Domain] = field(default_factory=set)
     events: Events = field(default_factory=Events)
     called: list[str] = field(default_factory=list)
 
@@ -72,7 +73,7 @@ class Machine:
         return self.is_busy
 
     def act(self, name: str, booking: Reservation | None, least: int = 0) -> Act:
-        async def shed(domain: str, size: int) -> None:
+        async def shed(domain: Domain, size: int) -> None:
             self.called.append(name)
             if booking is not None:
                 left = max(booking.total() - size, least)
@@ -93,20 +94,20 @@ def turns(governor: Governor, count: int = 1) -> None:
 
 
 def test_the_tightest_bound_counts_and_our_own_bytes_are_not_external() -> None:
-    assert outside(readings(3000)) == {"ram": (3000, CAPACITY)}
+    assert outside(readings(3000)) == {RAM: (3000, CAPACITY)}
     group = GroupReading(limit_bytes=6000, used_bytes=4000)
-    assert outside(readings(3000, groups=(group,))) == {"ram": (3000, 6000)}
+    assert outside(readings(3000, groups=(group,))) == {RAM: (3000, 6000)}
     wide = GroupReading(limit_bytes=9000, used_bytes=1000)
-    assert outside(readings(3000, groups=(wide,))) == {"ram": (3000, CAPACITY)}
+    assert outside(readings(3000, groups=(wide,))) == {RAM: (3000, CAPACITY)}
     gpu = GpuReading(0, "gpu", "GPU-0", total_bytes=100, free_bytes=30)
-    read = Readings(readings(0).ram, [gpu], {}, {"gpu:0": 50})
-    assert outside(read)["gpu:0"] == (20, 100)
+    read = Readings(readings(0).ram, [gpu], {}, {Domain.gpu(0): 50})
+    assert outside(read)[Domain.gpu(0)] == (20, 100)
 
 
 def test_the_shed_list_is_walked_in_order_and_only_as_far_as_needed() -> None:
     machine = Machine()
-    first = machine.ledger.reserve("model:a", {("ram", Purpose.KV): 1000})
-    second = machine.ledger.reserve("model:b", {("ram", Purpose.KV): 4000})
+    first = machine.ledger.reserve("model:a", {(RAM, Purpose.KV): 1000})
+    second = machine.ledger.reserve("model:b", {(RAM, Purpose.KV): 4000})
     machine.others = 5600
     governor = machine.governor(
         machine.act("caches", None),
@@ -116,7 +117,7 @@ def test_the_shed_list_is_walked_in_order_and_only_as_far_as_needed() -> None:
     )
     turns(governor)
     assert machine.called == ["caches", "kv", "idle"]
-    state = machine.ledger.snapshot()["ram"]
+    state = machine.ledger.snapshot()[RAM]
     assert not state.short
     assert state.free_bytes >= SPARE  # with something over
     shed = [row for row in machine.events.rows() if row["event"] == "shed"]
@@ -128,15 +129,15 @@ def test_the_shed_list_is_walked_in_order_and_only_as_far_as_needed() -> None:
 
 def test_a_domain_is_held_while_short_and_let_go_with_room_over() -> None:
     machine = Machine()
-    booking = machine.ledger.reserve("model:a", {("ram", Purpose.KV): 5000})
+    booking = machine.ledger.reserve("model:a", {(RAM, Purpose.KV): 5000})
     governor = machine.governor(machine.act("kv", booking, least=4000))
     machine.others = 6000  # 4000 at least stay: short by 500
     turns(governor)
-    assert machine.held == {"ram"}
+    assert machine.held == {RAM}
     assert governor.interval_s() == SHORT_S
     machine.others = 1000
     turns(governor)
-    assert machine.held == {"ram"}  # once may be a flutter
+    assert machine.held == {RAM}  # once may be a flutter
     turns(governor)
     assert machine.held == set()
     assert [row["event"] for row in machine.events.rows()] == ["short", "shed", "released"]
@@ -144,14 +145,14 @@ def test_a_domain_is_held_while_short_and_let_go_with_room_over() -> None:
 
 def test_no_latch_where_room_is_only_just_enough() -> None:
     machine = Machine()
-    machine.ledger.reserve("model:a", {("ram", Purpose.KV): 4000})
+    machine.ledger.reserve("model:a", {(RAM, Purpose.KV): 4000})
     governor = machine.governor()
     machine.others = 5501
     turns(governor)
-    assert machine.held == {"ram"}
+    assert machine.held == {RAM}
     machine.others = 5500  # no shortage, and nothing over
     turns(governor, RELEASE_TURNS - 1)
-    assert machine.held == {"ram"}
+    assert machine.held == {RAM}
     turns(governor)
     assert machine.held == set()
 

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.memory.gauge import GpuReading, RamReading
+from penstock.memory.domains import RAM, Domain
 from penstock.memory.limits import (
     GIB,
     GPU_SPARE,
     MIB,
     RAM_SPARE,
     SPARE,
-    domain_of,
+    limit_setting,
     loading_reserve,
     resolve_capacities,
     resolve_limit,
@@ -17,6 +17,7 @@ from penstock.memory.limits import (
     resolve_spare,
     step_reserve,
 )
+from penstock.memory.readings.gauge import GpuReading, GroupReading, RamReading
 
 
 @pytest.mark.parametrize(
@@ -39,13 +40,13 @@ def test_a_limit_is_resolved(
 
 
 def test_limits_cover_every_domain_and_mind_the_control_group() -> None:
-    ram = RamReading(64 * GIB, 60 * GIB, cgroup_limit_bytes=4 * GIB, cgroup_used_bytes=0)
+    ram = RamReading(64 * GIB, 60 * GIB, (GroupReading(4 * GIB, 0),))
     gpus = [GpuReading(0, "a", "GPU-a", 10 * GIB, 9 * GIB)]
-    assert resolve_limits("auto", "50%", ram, gpus) == {"ram": 3 * GIB, "gpu:0": 5 * GIB}
+    assert resolve_limits("auto", "50%", ram, gpus) == {RAM: 3 * GIB, Domain.gpu(0): 5 * GIB}
 
 
-def test_a_device_has_a_domain() -> None:
-    assert [domain_of(d) for d in ("cpu", "cuda:1")] == ["ram", "gpu:1"]
+def test_each_domain_has_its_setting() -> None:
+    assert [limit_setting(d) for d in (RAM, Domain.gpu(1))] == ["memory.limit", "memory.gpu_limit"]
 
 
 def test_a_little_is_spared_unless_the_user_says_how_much() -> None:
@@ -56,9 +57,9 @@ def test_a_little_is_spared_unless_the_user_says_how_much() -> None:
 
 
 def test_capacity_is_the_machines_or_the_control_groups() -> None:
-    ram = RamReading(64 * GIB, 60 * GIB, cgroup_limit_bytes=4 * GIB, cgroup_used_bytes=0)
+    ram = RamReading(64 * GIB, 60 * GIB, (GroupReading(4 * GIB, 0),))
     gpus = [GpuReading(0, "a", "GPU-a", 10 * GIB, 9 * GIB)]
-    assert resolve_capacities(ram, gpus) == {"ram": 4 * GIB, "gpu:0": 10 * GIB}
+    assert resolve_capacities(ram, gpus) == {RAM: 4 * GIB, Domain.gpu(0): 10 * GIB}
 
 
 def test_a_wider_step_reserves_more() -> None:

@@ -125,6 +125,26 @@ def test_a_cut_character_ends_as_one_replacement() -> None:
     stream = TextStream(tokenizer())
     ids = tokenizer().encode("ok🙂", add_special_tokens=False)[:-1]
     assert (stream.push(ids), stream.finish()) == ("ok", "\ufffd")
+    by_length = TextStream(tokenizer())
+    assert (by_length.push(ids), by_length.finish(cut=True)) == ("ok", "")
+
+
+@families
+@given(data=st.data())
+def test_an_answer_that_is_cut_short_ends_with_its_last_whole_character(
+    name: str, data: st.DataObject
+) -> None:
+    kind = family(name)
+    text = data.draw(st.text("aé🙂 終", min_size=1, max_size=12))
+    ids = kind.encode(text, add_special_tokens=False)
+    if "\ufffd" in kind.decode(ids):  # this family cannot write all of them
+        return
+    whole = kind.decode(ids)
+    for size in range(len(ids) + 1):
+        stream = TextStream(kind)
+        sent = stream.push(ids[:size]) + stream.finish(cut=True)
+        assert "\ufffd" not in sent
+        assert whole.startswith(sent.rstrip(" ")), (ids[:size], sent)
 
 
 def test_byte_fallback_shows_a_character_when_its_run_of_bytes_ends() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from penstock.errors import BadRequest, ModelUnusable
+from penstock.server.pipeline.conversation import RENDER_FACTOR
 from penstock.testing.tokenizers import byte_level
-from penstock.text.template import Bounds, ChatTemplate
+from penstock.text.template import ChatTemplate
+from penstock.text.template_sandbox import Bounds, PromptTooLarge
 
 HELLO = [{"role": "user", "content": "Hello <b> & é"}]
 CHATML = """\
@@ -136,6 +139,55 @@ def test_each_rendering_has_its_own_allowance() -> None:
     chats = [[{"content": "12345678"}]] * 20
     with ThreadPoolExecutor(4) as threads:
         assert set(threads.map(template.render, chats)) == {"12345678"}
+
+
+GROWING = [
+    "{% for _ in range(100) %}{{ messages[0].content }}{% endfor %}",
+    "{{ messages[0].content ~ messages[0].content ~ messages[0].content }}",
+    "{{ messages[0].content + messages[0].content + messages[0].content }}",
+    "{% set much = messages[0].content * 100 %}",
+    "{% set much = ([messages[0].content] * 100) | join %}",
+    "{% set much = ','.join([messages[0].content] * 100) %}",
+    "{% set much = messages[0].content.join(['a'] * 100) %}",
+    "{% set much = (['a'] * 100) | join(messages[0].content) %}",
+    "{% set much = messages[0].content | replace('a', messages[0].content) %}",
+    "{% set much = messages[0].content | replace('a', 'bbbb') %}",
+    "{% set much = messages[0].content.replace('a', 'bbbb') %}",
+    "{% set much %}{{ messages[0].content }}{{ messages[0].content }}{% endset %}{{ much }}",
+    "{% macro twice() %}{{ messages[0].content * 2 }}{% endmacro %}{{ twice() }}",
+]
+
+
+@pytest.mark.parametrize("source", GROWING)
+def test_a_template_makes_no_more_than_there_is_room_for(source: str) -> None:
+    template = ChatTemplate(source)
+    messages = [{"content": "a" * 100_000}]
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptTooLarge):
+            template.render(messages, max_bytes=150_000)
+        assert tracemalloc.get_traced_memory()[1] < RENDER_FACTOR * 150_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "\N{GRINNING FACE}" * 100_000])
+def test_a_prompt_takes_no_more_while_it_is_made_than_is_booked(text: str) -> None:
+    template = ChatTemplate(GROWING[0])
+    max_bytes = 0
+    tracemalloc.start()
+    try:
+        while True:
+            tracemalloc.reset_peak()
+            try:
+                template.render([{"content": text}], max_bytes=max_bytes)
+            except PromptTooLarge:
+                max_bytes += 4_000_000
+            else:
+                break
+        assert tracemalloc.get_traced_memory()[1] < RENDER_FACTOR * max_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_broken_template_is_the_models_fault() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from penstock.errors import BadRequest, ModelUnusable
+from penstock.heap import trim_heap
+from penstock.memory.readings.gauge import read_process
 from penstock.testing.tokenizers import FAMILIES, SPECIALS, byte_level
 from penstock.text.tokenizer import LONG_TEXT_CHARS, Tokenizer, require_encodable
 
@@ -158,6 +161,28 @@ def test_the_bytes_of_one_token(name: str, token: str, expected: bytes) -> None:
     assert tokenizer.token_text(by_token[token]) == expected.decode("utf-8", "replace")
 
 
+def test_words_of_past_texts_do_not_stay() -> None:
+    """6,000 long words would take 55 MiB for as long as the tokenizer lives."""
+    tokenizer = byte_level()
+    letters = str.maketrans("0123456789", "abcdefghij")
+
+    def word(number: int) -> str:
+        return str(number).translate(letters).ljust(250, "x")
+
+    def grown(first: int) -> int:
+        before = read_process(os.getpid())
+        for number in range(first, first + 6000, 200):
+            words = (word(n) for n in range(number, number + 200))
+            tokenizer.encode(" ".join(words), add_special_tokens=False)
+        trim_heap()
+        after = read_process(os.getpid())
+        assert before is not None
+        assert after is not None
+        return after.anonymous_bytes - before.anonymous_bytes
+
+    assert grown(1 << 20) < 20 << 20
+
+
 def test_lone_surrogates_are_refused_with_their_place() -> None:
     with pytest.raises(BadRequest, match=r"character 2 is U\+D83D"):
         require_encodable("ab\ud83dc")
@@ -191,6 +216,27 @@ async def _short_beside_long() -> tuple[list[int], bool]:
 
 def test_short_texts_do_not_wait_behind_long_ones() -> None:
     assert asyncio.run(_short_beside_long()) == ([2], True)
+
+
+async def _in_slices(tokenizer: Tokenizer, text: str, added: bool) -> list[list[int]]:
+    return [some async for some in tokenizer.encode_in_slices(text, add_special_tokens=added)]
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_slices_of_a_long_text_have_its_ids(monkeypatch: pytest.MonkeyPatch, added: bool) -> None:
+    monkeypatch.setattr("penstock.text.tokenizer._SLICE_CHARS", 10_000)
+    tokenizer = byte_level()
+    text = "hello world " * 3000
+    slices = asyncio.run(_in_slices(tokenizer, text, added))
+    assert max(map(len, slices)) < len(text) / 4
+    joined = [token for some in slices for token in some]
+    assert joined == tokenizer.encode(text, add_special_tokens=added)
+
+
+def test_slices_of_a_text_that_cannot_be_split_are_one() -> None:
+    assert asyncio.run(_in_slices(family("metaspace"), "hello", False)) == [[0]]
+    with pytest.raises(BadRequest, match="character 300000 is"):
+        asyncio.run(_in_slices(byte_level(), "a b " * 75_000 + "\udc00", False))
 
 
 async def _in_thread(text: str) -> list[int]:

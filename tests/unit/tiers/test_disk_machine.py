@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -263,12 +263,7 @@ class Directory(RuleBasedStateMachine):
 def run_machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         Directory,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=steps),
     )
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.tiers.files import Found
@@ -157,7 +157,6 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(changes)
 def test_the_order_is_that_of_a_plain_list(acts: list[tuple[str, int]]) -> None:
     index = Index()

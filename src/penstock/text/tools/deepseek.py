@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated, section
+from penstock.text.tools.dialect import CallRule, Marks, Tool, closing, json_call, repeated, section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -65,18 +64,7 @@ def _call(source: Source) -> Parse[bool]:
         name = yield from source.word(lambda character: character not in "<\n")
         if not name or not (yield from source.accept(_FENCE)):
             return False
-    if (yield from source.peek()) != "{":
+    if not (yield from json_call(source, name)):
         return False
-    source.unmark()
-    yield CallBegin(name)
-    yield from source.json_value(CallArguments)
-    yield CallEnd()
-    source.mark()
-    yield from source.space()
-    yield from source.accept("```")
-    yield from source.space()
-    if (yield from source.accept(END)):
-        source.unmark()
-    else:
-        yield TextDelta(source.since_mark())
+    yield from closing(source, END, before="```")
     return True

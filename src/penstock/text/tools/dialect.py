@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.text.grammar import Grammar, literal, problem_of
-from penstock.text.parts import TextDelta
+from penstock.text.grammars.grammar import Grammar, literal
+from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.text.parsing import Parse, Source
 
-MOST_CALLS = 16  # of one answer that must call: a small model does not end by itself
+# A schema of these keywords says all that it has to say of its properties' names in `properties`.
+_NAMING = frozenset(
+    {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
+)
+_LONGEST_TEXT = 10_000  # characters; a longer one has no bound
+MAX_CALLS = 16  # of one answer that must call: a small model does not end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +34,24 @@ class Tool:
         """A reference to the arguments in a grammar: to the letter only if the tool is strict."""
         return grammar.json(self.schema, lenient=not self.strict)
 
-    def enforceable(self) -> Tool:
-        """This tool, or one of any arguments if its schema cannot be kept and need not be."""
-        if self.strict:
-            return self
-        alone = Grammar()
-        alone.start = self.arguments(alone)
-        return self if problem_of(alone.text()) is None else replace(self, parameters={})
+    def alone(self) -> str:
+        """A grammar of its arguments and nothing else."""
+        grammar = Grammar()
+        grammar.start = self.arguments(grammar)
+        return grammar.text()
+
+    def loosened(self) -> Tool:
+        """The same tool with any arguments: its schema cannot be kept and need not be."""
+        return self if self.strict else replace(self, parameters={})
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What arguments must be: an object, whatever else the parameters say."""
-        return {"type": "object", **self.parameters}
+        """The schema of the arguments: always an object, closed where it names its properties."""
+        schema = {"type": "object", **self.parameters}
+        names, required = schema.get("properties"), schema.get("required", [])
+        if schema.keys() <= _NAMING and isinstance(names, dict) and isinstance(required, list):
+            schema["additionalProperties"] = not names.keys() >= set(map(str, required))
+        return schema
 
     def property_type(self, name: str) -> object:
         """The JSON type of one argument, as far as the schema says it plainly."""
@@ -107,6 +118,29 @@ def known(tools: Sequence[Tool], name: str) -> Tool | None:
     return next((tool for tool in tools if tool.name == name), None)
 
 
+def json_call(source: Source, name: str, call_id: str | None = None) -> Parse[bool]:
+    """A call whose arguments stand before us as JSON; False, still marked, when they do not."""
+    if (yield from source.peek()) != "{":
+        return False
+    source.unmark()
+    yield CallBegin(name, call_id)
+    yield from source.json_value(CallArguments)
+    yield CallEnd()
+    return True
+
+
+def closing(source: Source, mark: str, before: str = "") -> Parse[None]:
+    """The mark behind a call, perhaps with another before it; without it, what came is text."""
+    source.mark()
+    yield from source.space()
+    if before and (yield from source.accept(before)):
+        yield from source.space()
+    if (yield from source.accept(mark)):
+        source.unmark()
+    else:
+        yield TextDelta(source.since_mark())
+
+
 def section(
     source: Source, marks: tuple[str, str, str], call: Callable[[Source], Parse[bool]]
 ) -> Parse[None]:
@@ -158,6 +192,18 @@ def _any_in_order(grammar: Grammar, bodies: list[str], comma: str) -> str:
         starts.append(f"{part} {rest}")
         rest = grammar.part(f"({comma} {part})? {rest}")
     return f"({' | '.join(reversed(starts))})?" if starts else ""
+
+
+def text_lengths(schema: dict[str, Any]) -> dict[str, int]:
+    """The least and the most characters of a text, as far as a grammar can keep them."""
+    given = ((key, schema.get(key)) for key in ("minLength", "maxLength"))
+    return {key: n for key, n in given if isinstance(n, int) and 0 <= n <= _LONGEST_TEXT}
+
+
+def text_rule(schema: dict[str, Any]) -> str:
+    """Any text of the length that the schema gives it, as a terminal."""
+    lengths = text_lengths(schema)
+    return f"/(?s:.{{{lengths.get('minLength', 0)},{lengths.get('maxLength', '')}}})/"
 
 
 def repeated(rule: str, most: int, separator: str = "") -> str:

@@ -7,22 +7,25 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.text.grammar import literal
+from penstock.text.grammars.grammar import literal
+from penstock.text.parsing import CutShort
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, properties, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, properties, repeated, text_rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 _DEEPEST = 32
+_BEGUN = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,12 @@ class Gemma:
         by_open = {form.open: form for form in _FORMS}
         while (mark := (yield from source.until(TextDelta, *by_open))) is not None:
             form = by_open[mark]
-            written, closed = yield from source.taken_until(form.close)
+            try:
+                written, closed = yield from source.taken_until(form.close)
+            except CutShort as short:
+                if begun := _BEGUN.match(short.taken):
+                    yield CallBegin(begun[1])
+                raise
             call = _decoded(written, form.quote)
             if call is None:
                 yield TextDelta(form.open + written + (closed or ""))
@@ -107,8 +115,8 @@ class _Writer:
                 self._rules += 1
                 name = f"text{self._rules}"
                 if self.marks.is_special(self.form.quote):
-                    return f"({quote} {self.grammar.rule(name, '/(?s:.*)/')} {quote})"
-                body = f"/(?s:.*)/ {literal(self.form.quote)}"
+                    return f"({quote} {self.grammar.rule(name, text_rule(wanted))} {quote})"
+                body = f"{text_rule(wanted)} {literal(self.form.quote)}"
                 return f"({quote} {self.grammar.rule(f'{name}[lazy]', body)})"
             case "object" if depth > 0:
                 return self.object(wanted, tool, depth)

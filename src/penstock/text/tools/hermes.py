@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.text.parts import TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, closing, repeated
 from penstock.text.tools.json_call import object_rule, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -38,15 +38,10 @@ class Hermes:
             source.mark()
             yield from source.space()
             space = source.since_mark()
-            if not (yield from read_object(source, bool)):
+            if not (yield from read_object(source)):
                 yield TextDelta(OPEN + space)
                 continue
-            source.mark()
-            yield from source.space()
-            if (yield from source.accept(CLOSE)):
-                source.unmark()
-            else:
-                yield TextDelta(source.since_mark())
+            yield from closing(source, CLOSE)
 
     def calls(
         self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str

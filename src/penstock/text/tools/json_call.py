@@ -7,30 +7,45 @@ taught. Other orders are read once the object is whole. What is no call is given
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.text.grammar import literal
+from penstock.text.grammars.grammar import literal
+from penstock.text.parsing import CutShort
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
     from penstock.text.tools.dialect import Tool
 
 _KEYS = ('"arguments"', '"parameters"')
+_NAMED = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
-def read_object(source: Source, is_tool: Callable[[str], bool]) -> Parse[bool]:
-    """One call; False, and nothing consumed, when what comes is none. No space before it."""
+def read_object(source: Source, names: Sequence[str] | None = None) -> Parse[bool]:
+    """One call; False, and nothing consumed, when what comes is none. No space before it.
+
+    `names` are those of the tools, where only they tell a call from text; None: marks do.
+    """
     if source.attempts == 0:
         return False
     source.mark()
+    try:
+        return (yield from _object(source, names))
+    except CutShort:
+        if source.marked:
+            yield from _cut_object(source.since_mark(), names)
+        raise
+
+
+def _object(source: Source, names: Sequence[str] | None) -> Parse[bool]:
     name = yield from _name_first(source)
-    if name is not None and is_tool(name):
+    if name is not None and (names is None or name in names):
         source.unmark()
         yield CallBegin(name)
         yield from source.json_value(CallArguments)
@@ -43,7 +58,7 @@ def read_object(source: Source, is_tool: Callable[[str], bool]) -> Parse[bool]:
     written: list[str] = []
     complete = yield from _held_value(source, written)
     call = decoded_call("".join(written)) if complete else None
-    if call is None or not is_tool(call[0]):
+    if call is None or not (names is None or call[0] in names):
         source.rewind()
         source.attempts -= 1
         return False
@@ -52,6 +67,29 @@ def read_object(source: Source, is_tool: Callable[[str], bool]) -> Parse[bool]:
     yield CallArguments(call[1])
     yield CallEnd()
     return True
+
+
+def _cut_object(written: str, names: Sequence[str] | None) -> Parse[None]:
+    """What was cut off inside an object: a call, as far as it got, or text."""
+    if named := _NAMED.match(written):
+        name = _string(named[1])
+        if name is not None and (names is None or name in names):
+            yield CallBegin(name)
+            return
+    if names is not None and not _may_become_call("".join(written.split()), names):
+        yield TextDelta(written)
+
+
+def _may_become_call(written: str, names: Sequence[str]) -> bool:
+    """Whether the beginning of an object, without its spaces, may be that of a call."""
+    begun = '{"name":"'
+    if len(written) > len(begun):
+        rest = written.removeprefix(begun)
+        called = rest != written and any(name.startswith(rest) for name in names)
+    else:
+        called = begun.startswith(written)
+    keys = ("{" + key for key in _KEYS)
+    return called or any(key.startswith(written) or written.startswith(key) for key in keys)
 
 
 def _name_first(source: Source) -> Parse[str | None]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated, section
+from penstock.text.tools.dialect import CallRule, Marks, Tool, closing, json_call, repeated, section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -57,16 +56,7 @@ def _call(source: Source) -> Parse[bool]:
     if not name or not (yield from source.accept(ARGUMENTS)):
         return False
     yield from source.space()
-    if (yield from source.peek()) != "{":
+    if not (yield from json_call(source, name, call_id)):
         return False
-    source.unmark()
-    yield CallBegin(name, call_id)
-    yield from source.json_value(CallArguments)
-    yield CallEnd()
-    source.mark()
-    yield from source.space()
-    if (yield from source.accept(END)):
-        source.unmark()
-    else:
-        yield TextDelta(source.since_mark())
+    yield from closing(source, END)
     return True

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.text.parts import TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated
+from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
 from penstock.text.tools.json_call import object_rule, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 TAG = "<|python_tag|>"
@@ -56,7 +56,8 @@ class LlamaJson:
 
 def _calls(source: Source, tools: Sequence[Tool], opened: str) -> Parse[None]:
     """Objects one after the other; what stood before the first is text if it is none."""
-    while (yield from read_object(source, lambda name: known(tools, name) is not None)):
+    names = [tool.name for tool in tools]
+    while (yield from read_object(source, names)):
         opened = ""
         source.mark()
         yield from source.space()

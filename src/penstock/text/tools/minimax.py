@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated, section
-from penstock.text.tools.tagged import TaggedForm, tagged_call
-from penstock.text.tools.values import Shape, read_arguments
+from penstock.text.tools.tagged import Shape, TaggedForm, read_arguments, tagged_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="'

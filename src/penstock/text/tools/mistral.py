@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, repeated
+from penstock.text.parts import TextDelta
+from penstock.text.tools.dialect import CallRule, Marks, Tool, json_call, repeated
 from penstock.text.tools.json_call import object_rule, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -60,7 +60,7 @@ def _list(source: Source, opened: str) -> Parse[None]:
         source.mark()
         yield from source.space()
         space = source.since_mark()
-        if not (yield from read_object(source, bool)):
+        if not (yield from read_object(source)):
             yield TextDelta(opened + space)
             return
         opened = ""
@@ -83,10 +83,4 @@ def _named(source: Source) -> Parse[bool]:
     if not name.strip() or not (yield from source.accept(ARGUMENTS)):
         return False
     yield from source.space()
-    if (yield from source.peek()) != "{":
-        return False
-    source.unmark()
-    yield CallBegin(name.strip(), call_id)
-    yield from source.json_value(CallArguments)
-    yield CallEnd()
-    return True
+    return (yield from json_call(source, name.strip(), call_id))

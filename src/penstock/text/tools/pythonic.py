@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
-from penstock.text.grammar import literal
+from penstock.text.grammars.grammar import literal
+from penstock.text.parsing import CutShort
 from penstock.text.parts import CallArguments, CallBegin, CallEnd, TextDelta
 from penstock.text.tools.dialect import CallRule, Marks, Tool, known, properties, repeated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 _LONGEST = 64 << 10
 _DEEPEST = 32
+_BEGUN = re.compile(rf"\s*(?:{re.escape(OPEN)})?[\s,\[]*([\w.-]*)(\(?)")
 
 
 class Pythonic:
@@ -70,6 +73,26 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
 
 def _list(source: Source, tools: Sequence[Tool]) -> Parse[None]:
     """The list, if it is one; the source is marked, and what is no call is text."""
+    try:
+        yield from _calls(source, tools)
+    except CutShort:
+        if source.marked:
+            yield from _cut_list(source.since_mark(), tools)
+        raise
+
+
+def _cut_list(written: str, tools: Sequence[Tool]) -> Parse[None]:
+    """What was cut off: a call, as far as it got, or text."""
+    begun = _BEGUN.match(written)
+    assert begun is not None  # all of it is optional
+    name, bracket = begun[1], begun[2]
+    if bracket and known(tools, name) is not None:
+        yield CallBegin(name)
+    elif bracket or not any(tool.name.startswith(name) for tool in tools):
+        yield TextDelta(written)
+
+
+def _calls(source: Source, tools: Sequence[Tool]) -> Parse[None]:
     if not (yield from source.accept("[")):
         yield TextDelta(source.since_mark())
         return

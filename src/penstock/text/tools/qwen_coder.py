@@ -14,14 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.text.parts import TextDelta
-from penstock.text.tools.dialect import CallRule, Marks, Tool, known, repeated
-from penstock.text.tools.tagged import TaggedForm, tagged_call
-from penstock.text.tools.values import Shape, read_arguments
+from penstock.text.tools.dialect import CallRule, Marks, Tool, closing, known, repeated
+from penstock.text.tools.tagged import Shape, TaggedForm, read_arguments, tagged_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.text.grammar import Grammar
+    from penstock.text.grammars.grammar import Grammar
     from penstock.text.parsing import Parse, Source
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
@@ -58,12 +57,7 @@ class QwenCoder:
                 continue
             source.unmark()
             yield from read_arguments(source, _SHAPE, name, known(tools, name))
-            source.mark()
-            yield from source.space()
-            if (yield from source.accept(CLOSE)):
-                source.unmark()
-            else:
-                yield TextDelta(source.since_mark())
+            yield from closing(source, CLOSE)
 
     def calls(
         self, grammar: Grammar, tools: Sequence[Tool], most: int, marks: Marks, template: str

@@ -1,47 +1,51 @@
-"""Which tokens an answer may go on with: grammars, and the bounds of reasoning, as masks.
+"""Token masks: of grammars, which matcher processes compute, and of reasoning budgets.
 
-A mask is one bit per token of the vocabulary. It follows from the tokens that a sequence has, so it
-is computed on a helper thread while the forward runs, and computing it changes nothing that a
-failed step would have to undo. Compiled grammars are kept and shared by requests of the same form.
-Knows no logits: the sampler applies masks.
-
-    thinking ──end──▶ answer                    a grammar holds in the answer only
-        └─ budget spent: the end is the only token allowed
+A mask is one bit per token of the vocabulary. It follows from the tokens that a sequence has, so
+nothing of it must be undone when a step fails, and a matcher that has died is replaced by another
+that is given the same tokens. Grammars are followed by processes of their own: they are asked for
+masks before the forward and answer while it runs (`penstock.grammars`). Who has no answer in time
+sits the step out. Knows no logits: the sampler applies masks.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import select
+import socket
+import time
 from dataclasses import dataclass, field
-from enum import Enum
-from hashlib import sha256
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from penstock.errors import BadRequest, ModelUnusable
-from penstock.text.grammar import limits
-from penstock.text.tokenizer import Tokenizer
+from penstock.errors import BadRequest
+from penstock.grammars.messages import (
+    PACKET_BYTES,
+    Ask,
+    Drop,
+    Evicted,
+    Open,
+    Opened,
+    Refused,
+    ToMatcher,
+    from_host_to_worker,
+    mask_answer,
+    packed,
+)
+from penstock.wire import frame
+from penstock.worker.engine.constraint import Constraint, Matcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Series
-    from concurrent.futures import Future
-    from pathlib import Path
+    from collections.abc import Collection, Iterable
 
-    from llguidance import LLMatcher
-    from numpy.typing import NDArray
+    from penstock.wire import Submit
+    from penstock.worker.engine.constraint import Bits
+    from penstock.worker.engine.requests import RequestState
 
-    from penstock.wire import Submit, Thinking
-    from penstock.worker.scheduling.sequence import Sequence
-
-    Bits = NDArray[np.int32]
-
-log = logging.getLogger(__name__)
-
-_READING_FACTOR = 20  # bytes of memory for each of the file, at the highest; 16.4 measured
-_KEPT = 32  # compiled grammars; most take well under a megabyte
+# How long a step waits for masks once its forward is done.
+MASK_WAIT_S = 0.01
+_ASK_AGAIN_S = 2.0  # for a matcher: the host may have been replaced
+_DEATHS = 2  # of matchers at work on a request, which then ends with an error
 
 
 @dataclass(slots=True)
@@ -50,259 +54,259 @@ class Masks:
 
     rows: list[int]
     bits: Bits  # [len(rows), words]
+    late: set[int] = field(default_factory=set)  # rows that cannot be sampled in this step
     failed: dict[int, str] = field(default_factory=dict)  # requests that cannot go on, and why
 
 
-class Vocabulary:
-    """A model's vocabulary, from which its `Grammars` are made when they are wanted.
-
-    To read one takes about a second and some megabytes, and most requests never need it.
-    """
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self._folder = folder
-        self._size = size
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        # Threads are started before the process is capped.
-        self._helper.submit(int).result()
-        self._reading: Future[Grammars | None] | None = None
-
-    def read(self) -> Future[Grammars | None]:
-        """Begin, unless that was done; the outcome is None where nothing can be constrained."""
-        if self._reading is None or _failed(self._reading):
-            self._reading = self._helper.submit(
-                Grammars.from_folder, self._folder, self._size, self._helper
-            )
-        return self._reading
-
-    @property
-    def tried(self) -> bool:
-        """Whether reading it is over, well or not."""
-        return self._reading is not None and self._reading.done()
-
-    @property
-    def known(self) -> Grammars | None:
-        """What it has come to, if it has been read."""
-        reading = self._reading
-        if reading is None or not reading.done() or _failed(reading):
-            return None
-        return reading.result()
-
-    @property
-    def reading_bytes(self) -> int:
-        """What reading it may take at its highest."""
-        try:
-            return _READING_FACTOR * (self._folder / "tokenizer.json").stat().st_size
-        except OSError:
-            return 0
-
-
-def _failed(reading: Future[Grammars | None]) -> bool:
-    return reading.done() and reading.exception() is not None
-
-
 class Grammars:
-    """All constraints of one model. `add`, `remove` and `begin` are called on the device thread."""
+    """All constraints of one model; used on the device thread only."""
 
-    def __init__(
-        self,
-        tokens: list[bytes],
-        special_ids: Series[int],
-        helper: ThreadPoolExecutor | None = None,
-    ) -> None:
-        """`tokens` are the bytes of each id; special ones only stand where a grammar names them."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        # The library wants one token that ends every text. Which tokens do so here each request
-        # says for itself, so it gets one of its own, behind those of the model.
-        self._words = -(-(len(tokens) + 1) // 32)
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary([*tokens, b"<end>"], [*special_ids, len(tokens)]))
-        )
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+    def __init__(self, vocabulary: int, host: socket.socket | None = None) -> None:
+        """`host` leads to the model's grammar host; without it only reasoning is bounded."""
+        self._words = -(-(vocabulary + 1) // 32)
+        self._host = host
+        if host is not None:
+            host.setblocking(False)
         self._constraints: dict[int, Constraint] = {}
-        self._helper = helper or ThreadPoolExecutor(1, thread_name_prefix="grammar")
-
-    @classmethod
-    def from_folder(cls, folder: Path, vocabulary: int, helper: ThreadPoolExecutor) -> Self | None:
-        """For the tokenizer of a model; None when it, or the library, is not there."""
-        try:
-            import llguidance  # noqa: F401 - there is no wheel of it for every machine
-
-            tokenizer = Tokenizer.from_folder(folder)
-        except (ImportError, ModelUnusable) as error:
-            log.warning("answers of this model cannot be constrained: %s", error)
-            return None
-        special = set(tokenizer.special_ids)
-        tokens: list[bytes] = []
-        for number in range(vocabulary):
-            content = tokenizer.token_bytes(number)
-            if number in special or not content:
-                special.add(number)
-                content = (tokenizer.token(number) or f"<unused {number}>").encode()
-            tokens.append(content)
-        return cls(tokens, sorted(number for number in special if number < vocabulary), helper)
+        self._matchers: dict[bytes, Matcher] = {}
+        self._held: dict[int, RequestState] = {}  # sit out until their mask is there
+        self._wanted: list[tuple[int, RequestState, Constraint]] = []  # of the step in hand
+        self._asks = 0
 
     def add(self, request: Submit) -> None:
-        """Take a request; compiling begins at once, beside the steps."""
+        """Take a request; refuses one whose form cannot be kept."""
         if request.grammar is None and request.thinking is None:
             return
         constraint = Constraint(request.stop_token_ids, request.thinking)
-        self._constraints[request.id] = constraint
         if request.grammar is not None:
-            constraint.constrained = True
-            self._helper.submit(self._compile, constraint, request.grammar)
+            if self._host is None:
+                refuse_unconstrained()
+            matcher = self._matchers.get(request.grammar)
+            if matcher is None:
+                matcher = self._matchers[request.grammar] = Matcher(request.grammar)
+                self._open(matcher)
+            matcher.users[request.id] = constraint
+            constraint.matcher = matcher
+        self._constraints[request.id] = constraint
 
     def remove(self, request_id: int) -> None:
         """Forget a request."""
-        self._constraints.pop(request_id, None)
+        constraint = self._constraints.pop(request_id, None)
+        self._held.pop(request_id, None)
+        if constraint is None or constraint.matcher is None:
+            return
+        matcher = constraint.matcher
+        del matcher.users[request_id]
+        if not matcher.users:
+            matcher.close()
+            del self._matchers[matcher.key]
+        elif matcher.sock is not None:
+            self._send(matcher, Drop(request_id))
 
-    def begin(self, sequences: list[Sequence]) -> Future[Masks] | None:
-        """Compute the masks of these, which are to sample in this step; None: all are free."""
-        wanted = [
-            (row, sequence, self._constraints[sequence.id])
-            for row, sequence in enumerate(sequences)
-            if sequence.id in self._constraints
-        ]
-        return self._helper.submit(self._masks, wanted) if wanted else None
+    def ready(self, request_id: int) -> bool:
+        """Whether its masks can be asked for, or will never be."""
+        constraint = self._constraints.get(request_id)
+        if constraint is None or constraint.matcher is None:
+            return True
+        return constraint.matcher.sock is not None or bool(constraint.failure)
 
-    # --- on the helper thread ------------------------------------------------------------------
+    def failure(self, request_id: int) -> str:
+        """Why it cannot go on; "" if it can."""
+        constraint = self._constraints.get(request_id)
+        return "" if constraint is None else constraint.failure
 
-    def _compile(self, constraint: Constraint, grammar: str) -> None:
-        key = sha256(grammar.encode()).digest()
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            from llguidance import LLMatcher
+    @property
+    def held(self) -> Collection[int]:
+        """Requests that sit out until their mask is there."""
+        return self._held.keys()
 
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-            self._compiled[key] = matcher
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        constraint.matcher = matcher.deep_copy()
+    @property
+    def waits(self) -> bool:
+        """Something is to come from another process."""
+        return bool(self._held) or any(m.sock is None for m in self._matchers.values())
 
-    def _masks(self, wanted: list[tuple[int, Sequence, Constraint]]) -> Masks:
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Take in what has come, or comes first within so long."""
+        if self._host is None or not self._matchers:
+            return
+        self._open_again()
+        fds: dict[int, Matcher | None] = {self._host.fileno(): None}
+        poller = select.poll()
+        poller.register(self._host, select.POLLIN)
+        for matcher in self._matchers.values():
+            if matcher.sock is not None:
+                fds[matcher.sock.fileno()] = matcher
+                unsent = select.POLLOUT if matcher.unsent else 0
+                poller.register(matcher.sock, select.POLLIN | unsent)
+        ready = dict(poller.poll(int(wait_s * 1000)))
+        if self._host.fileno() in ready:  # first: it says which ends are no fault
+            self._hear_host()
+        for fd, what in ready.items():
+            known = fds[fd]
+            if known is None or known.sock is None or known.sock.fileno() != fd:
+                continue
+            if what & select.POLLOUT:
+                self._flush(known)
+            if what & ~select.POLLOUT:
+                self._hear(known)
+        self._release()
+
+    def begin(self, sequences: list[RequestState]) -> bool:
+        """Ask for the masks of these, which are to sample in this step; False: all are free."""
+        self._wanted = []
+        for row, sequence in enumerate(sequences):
+            constraint = self._constraints.get(sequence.id)
+            if constraint is None:
+                continue
+            if sequence.is_branch:
+                constraint = constraint.branch()
+            self._wanted.append((row, sequence, constraint))
+            constraint.take(sequence)
+            self._ask(sequence, constraint)
+        return bool(self._wanted)
+
+    def collect(self, wait_s: float = MASK_WAIT_S) -> Masks:
+        """The masks of the step that was begun; waits a little for those that are usually quick."""
+        deadline = time.monotonic() + wait_s
+        self.poll()
+        while any(c.pending and not c.slow for _, _, c in self._wanted):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self.poll(max(left, 0.001))
+        wanted, self._wanted = self._wanted, []
         masks = Masks([], np.empty((len(wanted), self._words), dtype=np.int32))
         for row, sequence, constraint in wanted:
-            place = len(masks.rows)
-            if constraint.fill(sequence, masks.bits[place]):
+            if constraint.failure:
+                masks.failed[sequence.id] = constraint.failure
+                masks.late.add(row)
+            elif constraint.pending:
+                masks.late.add(row)
+                self._held[sequence.id] = sequence
+            elif constraint.fill(masks.bits[len(masks.rows)]):
                 masks.rows.append(row)
-            if constraint.error:
-                masks.failed[sequence.id] = constraint.error
         masks.bits = masks.bits[: len(masks.rows)]
         return masks
 
+    # --- matchers ------------------------------------------------------------------------------
 
-class _Phase(Enum):
-    UNDECIDED = 0  # the first token says whether the model thinks
-    THINKING = 1
-    ANSWER = 2
+    def _open(self, matcher: Matcher) -> None:
+        assert self._host is not None
+        matcher.asked_at = time.monotonic()
+        with contextlib.suppress(OSError):  # tried again after a while
+            self._host.send(packed(Open(matcher.key)))
 
+    def _open_again(self) -> None:
+        now = time.monotonic()
+        for matcher in self._matchers.values():
+            if matcher.sock is None and now - matcher.asked_at > _ASK_AGAIN_S:
+                self._open(matcher)
 
-class Constraint:
-    """What one answer may go on with, as far as its tokens are known."""
+    def _ask(self, sequence: RequestState, constraint: Constraint) -> None:
+        matcher = constraint.matcher
+        if matcher is None or matcher.sock is None or not constraint.pending:
+            return
+        at = constraint.answer_tokens(sequence)
+        if constraint.asked_at == at:
+            return
+        fresh = sequence.answer[len(sequence.answer) - at + constraint.fed :]
+        constraint.asked_at = constraint.fed = at
+        self._asks += 1
+        constraint.asked_number = self._asks
+        self._send(matcher, Ask(sequence.id, at, list(fresh)))
 
-    def __init__(self, stop_token_ids: list[int], thinking: Thinking | None) -> None:
-        self.constrained = False  # a grammar holds, though it may not be compiled yet
-        self.matcher: LLMatcher | None = None
-        self._stops = stop_token_ids
-        self._thinking = thinking
-        self._phase = _Phase.ANSWER
-        if thinking is not None:
-            self._phase = _Phase.THINKING if thinking.open else _Phase.UNDECIDED
-        self._seen = 0  # tokens of the answer that are taken in
-        self._thought = 0  # tokens of reasoning
-        self._ended = 0  # tokens of its end that have come
+    def _send(self, matcher: Matcher, message: ToMatcher) -> None:
+        matcher.unsent += frame(message)
+        self._flush(matcher)
 
-    @property
-    def error(self) -> str:
-        """Why the grammar cannot be followed any further; "" if it can."""
-        return self.matcher.get_error() if self.matcher is not None else ""
+    def _flush(self, matcher: Matcher) -> None:
+        assert matcher.sock is not None
+        try:
+            sent = matcher.sock.send(matcher.unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            return  # its end is read
+        del matcher.unsent[:sent]
 
-    def fill(self, sequence: Sequence, row: Bits) -> bool:
-        """Write the mask of its next token; False when every token is allowed."""
-        for token in sequence.tokens[sequence.prompt_tokens + self._seen :]:
-            self._take(token)
-        self._seen = sequence.generated
-        if self._phase is _Phase.THINKING:
-            return self._fill_thinking(row)
-        if self.matcher is None:
-            return False
-        self._fill_answer(self.matcher, row)
-        if self._phase is _Phase.UNDECIDED and self._thinking is not None:
-            _allow(row, [] if self._thinking.start is None else [self._thinking.start])
-        return True
-
-    def _fill_thinking(self, row: Bits) -> bool:
-        thinking = self._thinking
-        assert thinking is not None
-        if thinking.budget is not None and self._thought >= thinking.budget:
-            row[:] = 0
-            _allow(row, [thinking.end[self._ended]])
-            return True
-        if not self.constrained:
-            return False
-        # An answer that ended here would not have the form it must have.
-        row[:] = -1
-        _forbid(row, self._stops)
-        return True
-
-    def _fill_answer(self, matcher: LLMatcher, row: Bits) -> None:
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if matcher.is_accepting():
-            _allow(row, self._stops)
-
-    def _take(self, token: int) -> None:
-        if self._phase is _Phase.UNDECIDED:
-            assert self._thinking is not None
-            thinks = token == self._thinking.start
-            self._phase = _Phase.THINKING if thinks else _Phase.ANSWER
-            if thinks:
+    def _hear_host(self) -> None:
+        assert self._host is not None
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._host, PACKET_BYTES, 1)
+            except OSError:
                 return
-        if self._phase is _Phase.THINKING:
-            self._take_thought(token)
-        elif self.matcher is not None:
-            self.matcher.consume_token(token)
+            if not data:
+                return
+            message = from_host_to_worker.decode(data)
+            matcher = self._matchers.get(message.key)
+            if isinstance(message, Opened):
+                sock = socket.socket(fileno=fds[0])
+                if matcher is None or matcher.sock is not None:
+                    sock.close()  # asked for twice, or by nobody who is still here
+                else:
+                    sock.setblocking(False)
+                    matcher.sock = sock
+                    self._ask_all(matcher)
+            elif matcher is not None and isinstance(message, Refused):
+                for constraint in matcher.users.values():
+                    constraint.failure = message.reason
+            elif matcher is not None and isinstance(message, Evicted):
+                self._lost(matcher, fault=False)
 
-    def _take_thought(self, token: int) -> None:
-        assert self._thinking is not None
-        end = self._thinking.end
-        spent = self._thinking.budget is not None and self._thought >= self._thinking.budget
-        self._thought += not spent
-        if token == end[self._ended]:
-            self._ended += 1
-        else:
-            self._ended = int(token == end[0])
-        if self._ended == len(end):
-            self._phase = _Phase.ANSWER
+    def _hear(self, matcher: Matcher) -> None:
+        assert matcher.sock is not None
+        try:
+            data = matcher.sock.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(matcher, fault=True)
+            return
+        for body in matcher.frames.feed(data):
+            answer = mask_answer.decode(body)
+            constraint = matcher.users.get(answer.id)
+            if constraint is not None:
+                constraint.answered(answer, 4 * self._words)
 
+    def _lost(self, matcher: Matcher, *, fault: bool) -> None:
+        """A matcher has ended: have another. Whom it was at work for may be why."""
+        matcher.close()
+        asked = [c for c in matcher.users.values() if c.asked_at is not None and c.answer is None]
+        if fault and asked:
+            first = min(asked, key=lambda constraint: constraint.asked_number)
+            first.deaths += 1
+            if first.deaths >= _DEATHS:
+                first.failure = (
+                    f"the process that follows its grammar ended {first.deaths} times at the same "
+                    "place, for want of processor time (server.grammar_timeout_s) or memory "
+                    "(memory.grammars)."
+                )
+        for constraint in matcher.users.values():
+            constraint.forget()
+        self._open(matcher)
 
-class _Vocabulary:
-    """What llguidance wants to know of a tokenizer. It never has to tokenise: nothing is forced."""
+    def _ask_all(self, matcher: Matcher) -> None:
+        """A new matcher is given all tokens of those who wait for it."""
+        waiting: Iterable[RequestState] = [*self._held.values(), *(s for _, s, _ in self._wanted)]
+        for sequence in {sequence.id: sequence for sequence in waiting}.values():
+            constraint = self._constraints.get(sequence.id)
+            if constraint is not None and constraint.matcher is matcher:
+                self._ask(sequence, constraint)
 
-    def __init__(self, tokens: list[bytes], special_ids: Series[int]) -> None:
-        self.eos_token_id = len(tokens) - 1
-        self.bos_token_id = None
-        self.tokens = tokens
-        self.special_token_ids = list(special_ids)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return []
+    def _release(self) -> None:
+        """Who has its mask takes part in steps again."""
+        for number in list(self._held):
+            constraint = self._constraints[number]
+            if constraint.failure or not constraint.pending:
+                del self._held[number]
 
 
 def refuse_unconstrained() -> NoReturn:
-    """Nobody can be held to a form where the vocabulary is not known."""
+    """Nobody can be held to a form where there is no grammar host."""
     raise BadRequest(
         "Answers of this model cannot be constrained: it has no tokenizer.json, or the package "
         "llguidance is not installed."
     )
-
-
-def _allow(row: Bits, tokens: Series[int]) -> None:
-    for token in tokens:
-        row[token >> 5] |= np.int32(np.uint32(1 << (token & 31)).view(np.int32))
-
-
-def _forbid(row: Bits, tokens: Series[int]) -> None:
-    for token in tokens:
-        row[token >> 5] &= ~np.uint32(1 << (token & 31)).view(np.int32)

@@ -4,7 +4,8 @@ Block-major: all layers of a block lie together, so that one copy moves a block 
 
     block 0                                    block 1
     [layer 0: K | V][layer 1: K | V] ...       [layer 0: K | V] ...
-     K: [block_tokens, kv_heads, key_dim]
+     K: [block_tokens, kv_heads, key_dim]      V likewise; where they are codes, their scales
+                                               follow: [block_tokens, kv_heads] of K, then of V
 
 The range's address never changes, so whatever points at it (kernels, graphs) stays valid while
 memory is committed under it and taken away again.
@@ -17,15 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.worker.kv.ranges import Range, open_range, page_bytes
+import torch
+
+from penstock.worker.kv.layout.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import Tensor
 
-EXTENT_BYTES = 64 << 20
+    from penstock.catalog.kv_formats import KvFormat
+    from penstock.worker.kv.device import KvDevice, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,13 @@ class LayerGeometry:
     value_dim: int
 
     @property
-    def elements(self) -> int:
-        """Values per token."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
+    def dims(self) -> tuple[int, int]:
+        """Of a key and of a value."""
+        return self.key_dim, self.value_dim
+
+    def size_bytes(self, form: KvFormat) -> int:
+        """Bytes per token."""
+        return form.size_bytes(self.kv_heads * (self.key_dim + self.value_dim), 2 * self.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +55,56 @@ class BlockLayout:
 
     layers: tuple[LayerGeometry, ...]
     block_tokens: int
-    dtype: torch.dtype
-
-    @property
-    def block_elements(self) -> int:
-        """Values in a block."""
-        return self.block_tokens * sum(layer.elements for layer in self.layers)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.block_elements * self.dtype.itemsize
+    format: KvFormat
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
-        return self.block_bytes // self.block_tokens
+        size = sum(layer.size_bytes(self.format) for layer in self.layers)
+        return self.format.token_bytes(size, self.block_tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.block_tokens * self.token_bytes
+
+    def views(self, memory: Tensor) -> tuple[LayerBlocks, ...]:
+        """Each layer's part of the blocks that `memory` (bytes) consists of."""
+        cutter = _Cutter(memory, self.block_bytes)
+        numbers = getattr(torch, self.format.name)
+        found = []
+        for layer in self.layers:
+            heads = self.block_tokens, layer.kv_heads
+            keys, values = (cutter.cut(numbers, *heads, dim) for dim in layer.dims)
+            scales = None
+            if self.format.scaled:
+                scales = cutter.cut(_SCALES, *heads), cutter.cut(_SCALES, *heads)
+            found.append(LayerBlocks(keys, values, scales))
+        return tuple(found)
+
+
+_SCALES = torch.bfloat16
+
+
+class _Cutter:
+    """Views of the same place in every block, one place after the other."""
+
+    def __init__(self, memory: Tensor, block_bytes: int) -> None:
+        self._memory = memory
+        self._block_bytes = block_bytes
+        self._offset = 0  # in a block
+
+    def cut(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """[blocks, *shape], behind what was cut before."""
+        size = dtype.itemsize
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        view = self._memory.view(dtype).as_strided(
+            (len(self._memory) // self._block_bytes, *shape),
+            (self._block_bytes // size, *strides),
+            self._offset // size,
+        )
+        self._offset += math.prod(shape) * size
+        return view
 
 
 class Arena:
@@ -73,42 +114,34 @@ class Arena:
         self,
         layout: BlockLayout,
         blocks: int,
-        device: torch.device,
+        device: KvDevice,
         extent_bytes: int | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
-        self.in_ram = device.type == "cpu"  # so that it counts in the process's own memory
         # Extents are whole blocks and whole pages, so that each is committed and returned alone.
-        page = page_bytes(device)
+        page = device.page_bytes
         unit = page // math.gcd(page, layout.block_bytes)
-        wanted = min(EXTENT_BYTES, extent_bytes or EXTENT_BYTES)
+        wanted = min(device.extent_bytes, extent_bytes or device.extent_bytes)
         self.extent_blocks = unit * max(1, wanted // (unit * layout.block_bytes))
         if blocks > self.extent_blocks:  # they are only addresses, and no extent is a short one
             blocks = -(-blocks // self.extent_blocks) * self.extent_blocks
         self.blocks = blocks
         self._extent_bytes = self.extent_blocks * layout.block_bytes
+        at_once = max(1, device.extent_bytes // self._extent_bytes)
+        self.step_extents = at_once if device.commits_slowly else None
         self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
         self._committed: set[int] = set()
         self._touch = True
-        self.range: Range = open_range(self._total_bytes, device)
+        self.range: Range = device.open_range(self._total_bytes)
         raw = self.range.tensor()[: blocks * layout.block_bytes]
         self._rows = raw.view(blocks, layout.block_bytes)
-        flat = raw.view(layout.dtype)
-        self.keys: list[Tensor] = []  # per layer: [blocks, block_tokens, kv_heads, key_dim]
-        self.values: list[Tensor] = []
-        offset = 0
-        for layer in layout.layers:
-            for dim, views in ((layer.key_dim, self.keys), (layer.value_dim, self.values)):
-                heads = layer.kv_heads
-                views.append(
-                    flat.as_strided(
-                        (blocks, layout.block_tokens, heads, dim),
-                        (layout.block_elements, heads * dim, dim, 1),
-                        offset,
-                    )
-                )
-                offset += layout.block_tokens * heads * dim
+        self.layers = layout.views(raw)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block."""
+        return self.layout.block_bytes
 
     @property
     def unit_bytes(self) -> int:
@@ -153,24 +186,9 @@ class Arena:
         """All layers of neighbouring blocks, [count, bytes]."""
         return self._rows[first : first + count]
 
-    def blocks_within(self, size_bytes: int) -> int:
-        """How many blocks can be in use when at most so much memory is committed."""
-        extents, rest = divmod(size_bytes, self._extent_bytes)
-        whole = extents * self.extent_blocks
-        # A single extent may be a short one.
-        short = self.blocks - whole
-        if 0 < short < self.extent_blocks and rest >= self._total_bytes % self._extent_bytes:
-            return self.blocks
-        return min(whole, self.blocks)
-
-    def bytes_for(self, blocks: int) -> int:
-        """The most memory that is committed when so many blocks are in use."""
-        return min(-(-blocks // self.extent_blocks) * self._extent_bytes, self._total_bytes)
-
     def close(self) -> None:
         """Return everything; the views are dead afterwards."""
-        self.keys.clear()
-        self.values.clear()
+        self.layers = ()
         self.range.close()
 
     def _bytes(self, extent: int) -> tuple[int, int]:

@@ -56,6 +56,16 @@ class BlockPool:
         return -(-self._total // self._extent_blocks)
 
     @property
+    def extent_blocks(self) -> int:
+        """Blocks of an extent."""
+        return self._extent_blocks
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that are never handed out."""
+        return self._reserved
+
+    @property
     def capacity(self) -> int:
         """Blocks that can be taken at once: all but a reserved one."""
         return self._limit - self._reserved
@@ -115,6 +125,15 @@ class BlockPool:
                 taken.append(numbers.pop())
         self._taken.update(taken)
         return taken
+
+    def back(self, count: int, extents: int) -> bool:
+        """Whether `count` blocks, or all that are free, can be taken without more memory, once less
+        than so many more extents are committed; if not, that many were."""
+        room, count = sum(map(len, self._free.values())), min(count, self.free)
+        while room < count and extents:
+            room += self._commit_next()
+            extents -= 1
+        return extents > 0
 
     def give(self, blocks: Seq[int]) -> None:
         """Give blocks back."""

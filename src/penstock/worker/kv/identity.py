@@ -1,4 +1,4 @@
-"""What KV is a function of, beside tokens: a model's files, and who computes with what.
+"""The fingerprint of KV on disk: the model's files, and what else makes the same tokens' KV differ.
 
 Reading gigabytes takes seconds, so each file's digest is remembered with its size and times. It is
 taken while the model answers already: of files that are not those it was loaded from, there is
@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import sys
 import threading
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ import penstock
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.worker.kv.arena import BlockLayout
+    from penstock.worker.kv.memory import KvMemory
 
 _PIECE_BYTES = 1 << 20
-_SUFFIXES = (".safetensors", ".json")
+_SUFFIXES = (".safetensors", ".gguf", ".json")
 
 
 class FilesChanged(Exception):  # noqa: N818 - what has happened
@@ -77,17 +76,13 @@ class ModelFiles:
         return whole.hexdigest()
 
 
-def numerics(layout: BlockLayout, device: torch.device, kernels: object) -> str:
-    """By what the same files give other KV: types, layout, and all that may round differently or,
-    where weights are random, make others."""
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
-    else:
-        processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+def numerics(memory: KvMemory, dtype: torch.dtype, processor: str, kernels: object) -> str:
+    """By what the same files give other KV: the type that is computed in, how KV is kept, and all
+    that may round differently or, where weights are random, make others."""
     return " ".join(
         (
-            f"{layout.dtype} {layout.block_tokens} {layout.layers}",
-            f"{device.type} {processor} {type(kernels).__name__}",
+            f"{dtype} {memory.format} {memory.block_tokens} {memory.layers} {memory.groups}",
+            f"{processor} {type(kernels).__name__}",
             f"penstock {penstock.__version__} torch {torch.__version__}",
             f"transformers {transformers.__version__}",
         )

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from penstock.worker.kv.layout.layer_blocks import LayerBlocks
+    from penstock.worker.models.kernels.flat import FlatAttention, Spans
+
 
 IMPLEMENTATION = "penstock"
 
@@ -38,11 +41,14 @@ class Recording:
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
 
 
-class LayerBlocks(Protocol):
-    """Where KV lies: the arena."""
+class StepMemory(Protocol):
+    """Where KV lies."""
 
-    keys: list[Tensor]  # per layer
-    values: list[Tensor]
+    def blocks(self, layer: int) -> LayerBlocks:
+        """Keys and values of a layer of the model."""
+
+    def group_of(self, layer: int) -> int:
+        """The group whose tables a layer reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +56,36 @@ class PagedStep:
     """A step's batch with the memory and kernels it runs on."""
 
     batch: Any  # as the kernels' runner lays it out
-    arena: LayerBlocks
+    memory: StepMemory
     kernels: Kernels
     windows: tuple[int | None, ...]  # per layer, where the model itself passes none
-    slots: dict[int, int]  # the model's layer index -> the arena's
 
-    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer in the arena."""
-        slot = self.slots[layer]
-        return self.arena.keys[slot], self.arena.values[slot]
+    def blocks(self, layer: int) -> LayerBlocks:
+        """Keys and values of a layer."""
+        return self.memory.blocks(layer)
+
+    def group(self, layer: int) -> Any:
+        """The batch as a layer's group has it."""
+        return self.batch.groups[self.memory.group_of(layer)]
 
 
-_current: ContextVar[PagedStep | Recording | None] = ContextVar("penstock_step", default=None)
+@dataclass(slots=True)
+class FlatStep:
+    """Whole texts side by side, of which nothing is kept: each sees itself and no other."""
+
+    spans: Spans
+    attend: FlatAttention
+    causal: bool | None = None  # as the configuration has it; None: as each layer says
+    calls: int = 0  # of layers, counted
+
+
+_current: ContextVar[PagedStep | FlatStep | Recording | None] = ContextVar(
+    "penstock_step", default=None
+)
 
 
 @contextmanager
-def running(step: PagedStep | Recording) -> Iterator[None]:
+def running(step: PagedStep | FlatStep | Recording) -> Iterator[None]:
     """Attention calls inside belong to this step."""
     token = _current.set(step)
     try:
@@ -95,17 +115,22 @@ def _attention(  # noqa: PLR0913 - transformers' own signature
     step = _current.get()
     if step is None:
         raise RuntimeError("attention outside a step: the model was called past the runner")
-    layer: int = module.layer_idx  # type: ignore[assignment]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, heads, d]
+    if isinstance(step, FlatStep):
+        step.calls += 1
+        causal = getattr(module, "is_causal", True) if step.causal is None else step.causal
+        masking = Masking(scale, sliding_window, softcap, s_aux)
+        return step.attend(rows, keys, values, step.spans, masking, bool(causal))[None], None
+    layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(step, Recording):
         step.layers[layer] = LayerGeometry(keys.shape[1], keys.shape[2], values.shape[2])
         masking = Masking(scale, sliding_window, softcap, s_aux)
         return reference.attend(rows, keys, values, masking)[None], None
     window = sliding_window if sliding_window is not None else step.windows[layer]
     masking = Masking(scale, window, softcap, s_aux)
-    blocks = step.blocks(layer)
-    return step.kernels.attend(rows, (keys, values), blocks, step.batch, masking)[None], None
+    blocks, batch = step.blocks(layer), step.group(layer)
+    return step.kernels.attend(rows, (keys, values), blocks, batch, masking)[None], None
 
 
 def register() -> None:

@@ -3,11 +3,11 @@
     x + attention(norm(x)), then x + mlp(norm(x))
 
 Found by structure, not by name: a layer with two norms, an attention of four plain projections and
-an mlp. Keys, queries and values become one weight, gate and up another; the modules' own weights
-are views of these, so that nothing is held twice and the model's own forward still works. Who
-computes such a layer in another way calls `install` and must give the same answers as the layer
-itself, asked on a sample: what an architecture does beside (a scaled residual, another rotation)
-is found out in this way, and that layer stays as it is. A sample must therefore go where such
+an mlp. Keys, queries and values become one weight, gate and up another, whatever their formats; the
+modules' own weights are views of these, so that nothing is held twice and the model's own forward
+still works. A backend that computes such a layer in another way calls `install`, which compares its
+output with the layer's own on a sample: what an architecture does beside (a scaled residual,
+another rotation) shows there, and such a layer keeps its own code. So a sample must go where these
 things show: rows large enough to meet a clamp, positions up to the end of the model's window.
 """
 
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.worker.models import attention
+from penstock.worker.models.linear import LinearWeight, Parts, fuse, weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 class PackedMlp:
     """down(silu(gate) x up), without biases."""
 
-    gate_up: Tensor  # [2 inner, hidden]
-    down: Tensor
+    gate_up: LinearWeight  # [2 inner, hidden]
+    down: LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +59,28 @@ class PackedLayer:
     epsilon: float
     attention_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor  # [(heads + 2 kv_heads) x head_dim, hidden]
+    qkv: LinearWeight  # [(heads + 2 kv_heads) x head_dim, hidden]
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys
-    out: Tensor  # [hidden, heads x head_dim]
+    out: LinearWeight  # [hidden, heads x head_dim]
     mlp: PackedMlp | nn.Module
 
 
-def packed_layers(model: nn.Module) -> Iterator[PackedLayer]:
-    """Layers of the common shape; their weights are packed on the way."""
+def packed_layers(
+    model: nn.Module, join: Callable[[Sequence[Any]], LinearWeight] = fuse
+) -> Iterator[PackedLayer]:
+    """Layers of the common shape; `join` makes one weight of several, by default in memory of its
+    own, on the way."""
     for module in common_layers(model):
-        if not _heeds_positions(module) and (found := _pack(module)) is not None:
+        if not _heeds_positions(module) and (found := _pack(module, join)) is not None:
             yield found
+
+
+def side_by_side(linears: Sequence[Any]) -> Parts:
+    """Their weights where they are."""
+    weights = [weight for linear in linears if (weight := weight_of(linear)) is not None]
+    assert len(weights) == len(linears)
+    return Parts(weights)
 
 
 def common_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -90,10 +101,10 @@ def own_forward(layer: PackedLayer) -> Callable[..., Tensor]:
     return forward
 
 
-def sample_rows(count: int, width: int, weight: Tensor) -> Tensor:
+def sample_rows(count: int, width: int, weight: Tensor | LinearWeight) -> Tensor:
     """Ordinary rows of a weight's kind, and behind them as many that are much larger."""
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
-    return torch.cat([rows, rows * _LARGER]).to(weight)
+    return torch.cat([rows, rows * _LARGER]).to(weight.device, weight.dtype)
 
 
 def alike(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -111,11 +122,14 @@ def sample_call(layer: Any, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
     The rotation is an arbitrary one, and does not depend on the positions.
     """
-    weight, count = layer.self_attn.q_proj.weight, len(positions)
+    weight, count = weight_of(layer.self_attn.q_proj), len(positions)
+    if weight is None:
+        raise TypeError("its queries are not the product of a linear layer")
+    like = torch.empty(0, device=weight.device, dtype=weight.dtype)
     chance = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, count, weight.shape[1], generator=chance).to(weight)
+    hidden = torch.randn(1, count, weight.shape[1], generator=chance).to(like)
     turns = torch.randn(1, count, layer.self_attn.head_dim // 2, generator=chance)
-    angles = tuple(torch.cat([f(turns)] * 2, dim=-1).to(weight) for f in (torch.cos, torch.sin))
+    angles = tuple(torch.cat([f(turns)] * 2, dim=-1).to(like) for f in (torch.cos, torch.sin))
     return hidden, {
         "attention_mask": None,
         "position_ids": positions[None].to(weight.device),
@@ -147,7 +161,7 @@ def _heeds_positions(layer: Any) -> bool:
     return not torch.equal(*answers)
 
 
-def _pack(module: Any) -> PackedLayer | None:
+def _pack(module: Any, join: Callable[[Sequence[Any]], LinearWeight]) -> PackedLayer | None:
     attention, mlp = module.self_attn, module.mlp
     children = dict(attention.named_children())
     plain = {*_PROJECTIONS, "o_proj"}
@@ -156,7 +170,7 @@ def _pack(module: Any) -> PackedLayer | None:
         return None
     if any(True for _ in attention.parameters(recurse=False)) or attention.o_proj.bias is not None:
         return None
-    if any(type(children[name]) is not nn.Linear for name in plain):
+    if any(weight_of(children[name]) is None for name in plain):
         return None
     if any(not _is_norm(norm) for norm in _norms(module, norms)):
         return None
@@ -166,6 +180,8 @@ def _pack(module: Any) -> PackedLayer | None:
         return None
     if norms and attention.q_norm.weight.shape != (head_dim,):
         return None
+    out = weight_of(attention.o_proj)
+    assert out is not None
     projections = [children[name] for name in _PROJECTIONS]
     biases = [projection.bias for projection in projections]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
@@ -179,19 +195,19 @@ def _pack(module: Any) -> PackedLayer | None:
         epsilon=epsilons.pop() or 0.0,
         attention_norm=module.input_layernorm.weight,
         mlp_norm=module.post_attention_layernorm.weight,
-        qkv=_together(projections),
+        qkv=join(projections),
         qkv_bias=None if biases[0] is None else torch.cat([bias.data for bias in biases]),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if norms else None,
-        out=attention.o_proj.weight,
-        mlp=_pack_mlp(mlp),
+        out=out,
+        mlp=_pack_mlp(mlp, join),
     )
 
 
-def _pack_mlp(mlp: Any) -> PackedMlp | Any:
+def _pack_mlp(mlp: Any, join: Callable[[Sequence[Any]], LinearWeight]) -> PackedMlp | Any:
     children = dict(mlp.named_children())
     names = ("gate_proj", "up_proj", "down_proj")
-    linears = [children.get(name) for name in names]
-    if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
+    linears: list[Any] = [children.get(name) for name in names]
+    if any(weight_of(linear) is None or linear.bias is not None for linear in linears):
         return mlp
     activation = getattr(mlp, "act_fn", None)
     sample = torch.linspace(-4, 4, 65)
@@ -199,30 +215,23 @@ def _pack_mlp(mlp: Any) -> PackedMlp | Any:
         return mlp
     if not _is_gated_silu(mlp):
         return mlp
-    return PackedMlp(_together([mlp.gate_proj, mlp.up_proj]), mlp.down_proj.weight)
+    down = weight_of(mlp.down_proj)
+    assert down is not None
+    return PackedMlp(join([mlp.gate_proj, mlp.up_proj]), down)
 
 
 @torch.inference_mode()
 def _is_gated_silu(mlp: Any) -> bool:
     """Whether it does nothing else with its parts, to large numbers either."""
-    rows = sample_rows(2, mlp.gate_proj.in_features, mlp.gate_proj.weight)
+    weight = weight_of(mlp.gate_proj)
+    assert weight is not None
+    rows = sample_rows(2, weight.shape[1], weight)
     ours = mlp.down_proj(nn.functional.silu(mlp.gate_proj(rows)) * mlp.up_proj(rows))
     try:
         theirs = mlp(rows)
     except (TypeError, ValueError, RuntimeError):  # takes more than rows
         return False
     return isinstance(theirs, Tensor) and alike(ours, theirs, TOLERANCE[rows.dtype])
-
-
-def _together(linears: list[Any]) -> Tensor:
-    """Their weights as one; each becomes a view of it."""
-    packed = torch.cat([linear.weight.data for linear in linears])
-    begin = 0
-    for linear in linears:
-        end = begin + linear.out_features
-        linear.weight = nn.Parameter(packed[begin:end], requires_grad=False)
-        begin = end
-    return packed
 
 
 def _norms(module: Any, names: set[str]) -> list[nn.Module]:

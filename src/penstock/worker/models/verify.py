@@ -7,25 +7,35 @@ gives for the same tokens (what an architecture says only in its mask would be l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from penstock.errors import ModelUnusable
+from penstock.worker.core.plan import Plan, Slice
 from penstock.worker.models import attention
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from penstock.worker.engine.generate import GenerateEngine
+    from penstock.catalog.kv_formats import KvFormat
     from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.kv.cache import KvCache
 
+    class Scorer(Protocol):
+        """Runs plans; here only for their logits."""
+
+        def logits(self, plan: Plan) -> Tensor: ...
+
+
+_PROBE_ID = -1
 _SERVED_LAYERS = ("full_attention", "sliding_attention")
 _CHECK_TOKENS = 40
 # Largest relative error of a row's logits. Of all rows in float32; of the median row in narrow
-# types, in which the routing of experts may flip here and there.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# types and over KV that is rounded, where the routing of experts may flip here and there.
+_MOST = 1e-1
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: _MOST}
 
 
 @torch.inference_mode()
@@ -56,23 +66,49 @@ def probe(model: PreTrainedModel, text: PretrainedConfig) -> dict[int, LayerGeom
 
 @torch.inference_mode()
 def compare_with_own_attention(
-    model: PreTrainedModel, engine: GenerateEngine, text: PretrainedConfig
+    model: PreTrainedModel,
+    scorer: Scorer,
+    kv: KvCache,
+    text: PretrainedConfig,
+    context: int,
+    form: KvFormat,
 ) -> None:
     """Refuse the model when rows over the arena do not give its own logits."""
-    count = min(_CHECK_TOKENS, engine.ready().context - 1)
+    count = min(_CHECK_TOKENS, context - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text.vocab_size, (count,), generator=generator).tolist()
-    ours = engine.score(ids, chunk=max(1, count // 3))
+    ours = score(scorer, kv, ids, chunk=max(1, count // 3))
     theirs = _own_logits(model, ids)
     if theirs is None:
         return
     error = (ours - theirs).abs().amax(dim=-1) / theirs.abs().amax(dim=-1).clamp_min(1e-6)
-    worst = float(error.max() if model.dtype == torch.float32 else error.median())
-    if not worst <= _TOLERANCE.get(model.dtype, 1e-1):
+    exact = model.dtype == torch.float32 and not form.scaled
+    worst = float(error.max() if exact else error.median())
+    tolerance = _TOLERANCE.get(model.dtype, _MOST)
+    if not worst <= (_MOST if form.scaled else tolerance):
         raise ModelUnusable(
             f"{type(model).__name__} computes attention in a way penstock does not know: its "
             f"logits differ from the model's own by {worst:.1e} of their range."
         )
+
+
+def score(scorer: Scorer, kv: KvCache, tokens: list[int], chunk: int) -> Tensor:
+    """Logits of every position, [tokens, vocabulary], computed in chunks."""
+    handle = kv.open(tokens)
+    kv.admit(handle, kv.match(handle, 0), len(tokens), fetch=False)
+    rows = []
+    try:
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            end = start + len(part)
+            kv.extend(handle, end)
+            piece = Slice(_PROBE_ID, start, part, handle.arrays, len(part), end == len(tokens))
+            # A lone row goes the way of a decode, so that both kernels are seen.
+            plan = Plan(decodes=[piece]) if piece.count == 1 else Plan(chunks=[piece])
+            rows.append(scorer.logits(plan))
+    finally:
+        kv.release(handle)
+    return torch.cat(rows)
 
 
 def _own_logits(model: PreTrainedModel, ids: list[int]) -> Tensor | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -15,12 +19,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.wire import Sampling, Submit
-from penstock.worker.engine.sampler import logprobs_of, sample, uniform
-from penstock.worker.scheduling.sequence import Sequence
+from penstock.wire import LogitBias, Sampling, Submit, frame, to_worker, token_ids
+from penstock.worker.core.shared_tokens import SharedTokens
+from penstock.worker.engine.history import PromptHistories
+from penstock.worker.engine.requests import RequestState
+from penstock.worker.engine.sampler import Sampler, uniform
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.9, -0.2]])
 VOCABULARY = LOGITS.shape[1]
+sampler = Sampler()
+sample = sampler.sample
 
 
 def sequence(
@@ -29,12 +37,14 @@ def sequence(
     stop: list[int] | None = None,
     min_tokens: int = 0,
     **how: Any,
-) -> Sequence:
+) -> RequestState:
+    if "logit_bias" in how:
+        how["logit_bias"] = LogitBias.of(how["logit_bias"])
     request = Submit(
         0, prompt or [0], 100, Sampling(**how), stop_token_ids=stop or [], min_tokens=min_tokens
     )
-    made = Sequence(request, 0)
-    made.tokens += output or []
+    made = RequestState(request)
+    made.extend(output or [])
     return made
 
 
@@ -178,8 +188,10 @@ def test_repetition_penalty_equals_transformers() -> None:
     assert sample(LOGITS.clone(), [row]).tokens == [int(theirs.argmax())] == [1]
     row = sequence(output, prompt=prompt, temperature=1.0, repetition_penalty=2.5, seed=3)
     plain = sequence(output, prompt=prompt, temperature=1.0, seed=3)
-    for length in range(200):
-        row.tokens = plain.tokens = prompt + output + output * length
+    for _ in range(200):
+        row.extend(output)
+        plain.extend(output)
+        row.position = plain.position = row.prompt_tokens + len(row.answer)
         assert sample(LOGITS.clone(), [row]).tokens == sample(theirs.clone(), [plain]).tokens
 
 
@@ -240,8 +252,92 @@ def test_logprobs_are_the_models_own_log_softmax() -> None:
 def test_logprobs_of_given_tokens() -> None:
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(3))
     scores = torch.log_softmax(logits, -1)
-    found = logprobs_of(logits, [3, 0, 19, 7], alternatives=100)
+    found = sampler.logprobs_of(logits, [3, 0, 19, 7], alternatives=100)
     assert [f.chosen.logprob for f in found] == pytest.approx(
         [float(scores[row, token]) for row, token in enumerate([3, 0, 19, 7])]
     )
     assert all(len(f.top) == 20 for f in found)
+
+
+def test_only_allowed_tokens_are_chosen_row_by_row() -> None:
+    allowed = token_ids([3, 5]).tobytes()
+    rows = [sequence(temperature=0), sequence(temperature=0, allowed_ids=allowed)]
+    assert sample(LOGITS.expand(2, -1).clone(), rows).tokens == [0, 3]
+    assert set(draws(300, temperature=2.0, allowed_ids=allowed)) == {3, 5}
+
+
+def test_biases_and_early_stops_of_many_rows_do_not_mix() -> None:
+    logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
+    rows = [
+        sequence(
+            temperature=0,
+            logit_bias={row % 40: 50.0, (row + 1) % 40: 60.0},
+            stop=[(row + 1) % 40],
+            min_tokens=row % 2,
+        )
+        for row in range(64)
+    ]
+    expected = [(row if row % 2 else row + 1) % 40 for row in range(64)]
+    assert sample(logits, rows).tokens == expected
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=30),
+    st.lists(st.lists(st.integers(0, 7), max_size=40), max_size=6),
+)
+def test_counts_of_tokens_are_those_of_a_new_count(
+    prompt: list[int], answers: list[list[int]]
+) -> None:
+    row = sequence(prompt=prompt)
+    for answer in answers:
+        row.answer.extend(answer)
+        known = row.counts
+        assert set(known.seen.tolist()) == {*prompt, *row.answer}
+        found = zip(known.ids.tolist(), known.counts.tolist(), strict=True)
+        assert dict(found) == Counter(row.answer)
+
+
+def test_penalties_of_many_choices_of_one_prompt_take_little() -> None:
+    """What is not in it: four bytes for each place in the prompt and the answer."""
+    count, prompt, answer = 64, token_ids(range(8000)), token_ids(range(4000, 5000))
+    shared, histories = SharedTokens(), PromptHistories()
+    how = Sampling(repetition_penalty=1.1)
+    requests = [to_worker.decode(frame(Submit(0, prompt, 2000, how))[4:]) for _ in range(count)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        rows = []
+        for request in requests:
+            assert isinstance(request, Submit)
+            request.prompt = shared.list(request.prompt)
+            rows.append(RequestState(request, histories))
+            rows[-1].extend(answer)
+        for row in rows:
+            assert len(row.counts.seen) == 9000
+            row.extend([9000])
+            assert len(row.counts.ids) == 1001
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 4 * len(prompt) + count * 16 * (len(answer) + 64)
+
+
+def test_what_requests_say_of_tokens_is_packed() -> None:
+    bias = LogitBias.of(dict.fromkeys(range(1024), 1.0))
+    request = Submit(1, list(range(1000, 3000)), 9, Sampling(logit_bias=bias))
+    arrived = to_worker.decode(frame(request)[4:])
+    assert isinstance(arrived, Submit)
+    assert list(arrived.prompt) == list(request.prompt)
+    assert arrived.sampling == request.sampling
+    assert len(bias.ids) + len(bias.values) == 8 * 1024
+    assert sys.getsizeof(arrived.prompt) < 5 * 2000
+
+
+def test_a_window_counts_the_latest_tokens_of_prompt_and_answer() -> None:
+    # As in llama.cpp, where the prompt's tokens are penalised as the answer's are.
+    greedy = {"temperature": 0.0, "prompt": [0, 0, 0]}
+    assert pick([], **greedy, penalty_window=2, presence_penalty=0.2) == 6
+    assert pick([3, 4], **greedy, penalty_window=2, presence_penalty=0.2) == 0
+    assert pick([3], **greedy, penalty_window=2, frequency_penalty=0.2) == 6
+    assert pick([3, 4], **greedy, penalty_window=2, repetition_penalty=2.0) == 0
+    assert pick([3, 4], **greedy, penalty_window=3, repetition_penalty=2.0) == 6

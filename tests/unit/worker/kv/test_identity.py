@@ -7,18 +7,34 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import transformers
 
-import penstock
+from penstock.catalog.kv_formats import INT8, KvFormat, kv_format
+from penstock.worker.backends import open_backend
+from penstock.worker.backends.cpu import CpuBackend
 from penstock.worker.kv import identity
-from penstock.worker.kv.arena import BlockLayout, LayerGeometry
+from penstock.worker.kv.arena import LayerGeometry
+from penstock.worker.kv.groups import LayerGroup
 from penstock.worker.kv.identity import FilesChanged, ModelFiles, numerics
+from penstock.worker.kv.memory import KvMemory
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAYOUT = BlockLayout((LayerGeometry(2, 64, 64),) * 2, 16, torch.float32)
+FLOAT32 = kv_format("auto", "float32")
+LAYERS = dict.fromkeys(range(2), LayerGeometry(2, 64, 64))
+
+
+def memory(block_tokens: int = 16, form: KvFormat = FLOAT32, window: int | None = None) -> KvMemory:
+    size = form.token_bytes(sum(layer.size_bytes(form) for layer in LAYERS.values()), block_tokens)
+    groups = (LayerGroup((0, 1), window, size, block_tokens),)
+    return KvMemory(groups, LAYERS, form, CpuBackend(), [4])
+
+
+def kv_of(
+    kept: KvMemory, processor: str, kernels: object, dtype: torch.dtype = torch.float32
+) -> str:
+    return numerics(kept, dtype, processor, kernels)
 
 
 class OtherKernels(ReferenceKernels):
@@ -38,7 +54,9 @@ def digest(model: Path, *, with_code: bool = False) -> str:
     return ModelFiles.now(model, with_code=with_code).digest(model.parent / "digests.json")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "another.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "another.safetensors", "other.gguf"]
+)
 def test_it_is_of_weights_and_configs(model: Path, name: str) -> None:
     before = digest(model)
     assert digest(model) == before
@@ -94,23 +112,27 @@ def test_files_that_are_not_the_loaded_ones_have_none(
 
 
 def test_it_is_of_who_computes_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, kernels = torch.device("cpu"), ReferenceKernels()
+    cpu, kernels = CpuBackend().processor, ReferenceKernels()
     found = [
-        numerics(LAYOUT, cpu, kernels),
-        numerics(LAYOUT, cpu, OtherKernels()),
-        numerics(BlockLayout(LAYOUT.layers, 32, torch.float32), cpu, kernels),
-        numerics(BlockLayout(LAYOUT.layers, 16, torch.bfloat16), cpu, kernels),
+        kv_of(memory(), cpu, kernels),
+        kv_of(memory(), cpu, OtherKernels()),
+        kv_of(memory(32), cpu, kernels),
+        kv_of(memory(form=kv_format("auto", "bfloat16")), cpu, kernels),
+        kv_of(memory(form=INT8), cpu, kernels),
+        kv_of(memory(form=INT8), cpu, kernels, torch.bfloat16),
+        kv_of(memory(window=64), cpu, kernels),
     ]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
-    found.append(numerics(LAYOUT, torch.device("cuda:0"), kernels))
+    found.append(kv_of(memory(), open_backend("cuda:0").processor, kernels))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another card")
-    found.append(numerics(LAYOUT, torch.device("cuda:0"), kernels))
-    for library in (penstock, torch, transformers):
+    found.append(kv_of(memory(), open_backend("cuda:0").processor, kernels))
+    for name in ("penstock", "torch", "transformers"):
+        library = getattr(identity, name)
         with monkeypatch.context() as newer:
             newer.setattr(library, "__version__", "another")
-            found.append(numerics(LAYOUT, cpu, kernels))
-    assert len(set(found)) == len(found)
-    assert numerics(LAYOUT, cpu, kernels) == found[0]
+            found.append(kv_of(memory(), cpu, kernels))
+    assert [one for one in found if found.count(one) > 1] == []
+    assert kv_of(memory(), cpu, kernels) == found[0]
 
 
 def test_of_half_a_file_there_is_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.testing import tiny
+from penstock.testing import quantised, tiny
+from penstock.worker.backends.cpu.kernels import layers as cpu_layers
+from penstock.worker.backends.cpu.kernels.memory import LayerMemory
 from penstock.worker.models import fusions
-from penstock.worker.models.kernels import cpu_layers
-from penstock.worker.models.kernels.cpu_memory import LayerMemory
+from penstock.worker.models.linear import PackedLinear, Parts, PlainWeight
+from penstock.worker.models.linear.grouped import Int8Weight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +67,28 @@ def test_layers_of_the_common_shape_are_found(name: str, dtype: torch.dtype) -> 
     assert [layer.index for layer in packed] == [0, 1, 2]
     dense = name != "qwen3_moe"
     assert all(isinstance(layer.mlp, fusions.PackedMlp) == dense for layer in packed)
+
+
+@torch.inference_mode()
+def test_layers_with_packed_weights_are_found_and_stay_what_they_are() -> None:
+    model, scratch = built("qwen3"), torch.empty(64 * 96)
+    # All of one layer, and of another only what an mlp begins with.
+    for path in [*(n for n, m in model.model.layers[0].named_modules() if type(m) is nn.Linear)]:
+        layer = model.model.layers[0]
+        layer.set_submodule(path, packed(layer.get_submodule(path), scratch))
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj = packed(mlp.gate_proj, scratch)
+    ids = torch.arange(9)[None]
+    before = model(ids).logits
+    first, second, third = fusions.packed_layers(model)
+    assert isinstance(first.qkv, Int8Weight) and isinstance(first.mlp.gate_up, Int8Weight)
+    assert isinstance(second.qkv, PlainWeight) and isinstance(second.mlp.gate_up, Parts)
+    assert isinstance(third.mlp.gate_up, PlainWeight)
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+def packed(linear: Any, scratch: Tensor) -> PackedLinear:
+    return PackedLinear(quantised.rounded_to_int8(linear.weight, scratch), linear.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

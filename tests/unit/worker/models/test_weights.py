@@ -21,10 +21,10 @@ attention.register()
 def stream(folder: Path, told: list[int] | None = None) -> torch.nn.Module | None:
     return weights.stream(
         AutoConfig.from_pretrained(folder),
-        attention.IMPLEMENTATION,
         torch.float32,
         torch.device("cpu"),
         sorted(folder.glob("*.safetensors")),
+        {},
         lambda done, _: None if told is None else told.append(done),
     )
 

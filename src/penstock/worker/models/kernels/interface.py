@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from penstock.worker.kv.layout.layer_blocks import LayerBlocks
+
 
 @dataclass(frozen=True, slots=True)
 class Masking:
@@ -30,7 +32,7 @@ class Kernels(Protocol):
         self,
         rows: Tensor,  # [T, heads, key_dim]
         new: tuple[Tensor, Tensor],  # the rows' own keys and values, [T, kv_heads, dim]
-        blocks: tuple[Tensor, Tensor],  # [blocks, block_tokens, kv_heads, dim]
+        blocks: LayerBlocks,  # where the layer's KV lies
         batch: Any,  # as the runner of these kernels lays it out
         masking: Masking,
     ) -> Tensor:

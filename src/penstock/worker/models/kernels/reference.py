@@ -14,16 +14,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from penstock.worker.engine.batch import Batch, Span
+    from penstock.worker.kv.layout.layer_blocks import LayerBlocks
+    from penstock.worker.models.batch import GroupBatch, Span
     from penstock.worker.models.kernels.interface import Masking
 
 # Queries are taken in tiles, so that no score matrix grows with the square of the context: the most
 # scores of all heads together.
-_TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
+TILE_SCORES = 1 << 20
 
 
 class ReferenceKernels:
     """One sequence after the other, each over exactly its own tokens."""
+
+    tile_scores = TILE_SCORES
 
     def adopt(self, model: Module) -> None:
         """The model's own parts are good enough here."""
@@ -32,75 +35,69 @@ class ReferenceKernels:
         self,
         rows: Tensor,
         new: tuple[Tensor, Tensor],
-        blocks: tuple[Tensor, Tensor],
-        batch: Batch,
+        blocks: LayerBlocks,
+        batch: GroupBatch,
         masking: Masking,
     ) -> Tensor:
         """All rows of a batch: decodes together, then chunk by chunk."""
-        keys, values = blocks
-        self.store(*new, keys, values, batch)
-        out = self.answers(rows, values.shape[3])
+        # First: a row sees itself and its chunk as any later row does, as they are kept.
+        self.store(new, blocks, batch)
+        out = self.answers(rows, blocks.dims[1])
         if batch.decodes:
-            self.decode(rows[: batch.decodes], keys, values, batch, masking, out)
+            self.decode(rows[: batch.decodes], blocks, batch, masking, out)
         for span in batch.chunks:
-            self.chunk(rows, keys, values, span, masking, out)
+            self.chunk(rows, blocks, span, masking, out)
         return out
 
     def answers(self, rows: Tensor, width: int) -> Tensor:
         """Where they go: as many vectors of this width as there are in `rows` [T, heads, d]."""
         return rows.new_empty(*rows.shape[:2], width)
 
-    def store(
-        self, new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, batch: Batch
-    ) -> None:
-        keys[batch.write_blocks, batch.write_slots] = new_keys
-        values[batch.write_blocks, batch.write_slots] = new_values
+    def store(self, new: tuple[Tensor, Tensor], blocks: LayerBlocks, batch: GroupBatch) -> None:
+        blocks.store(batch.write_blocks, batch.write_slots, *new)
 
     def decode(
-        self,
-        rows: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: Batch,
-        masking: Masking,
-        out: Tensor,
+        self, rows: Tensor, blocks: LayerBlocks, batch: GroupBatch, masking: Masking, out: Tensor
     ) -> None:
-        size = keys.shape[1]
+        size = blocks.block_tokens
         for index, context in enumerate(batch.decode_contexts.tolist()):
             table = batch.decode_tables[index, : -(-context // size)].long()
             first = first_seen(context - 1, masking)
-            seen = self.gathered((keys, values), table, first, context)
-            out[index] = attend(rows[index : index + 1], *seen, masking)[0]
+            seen = self.gathered(blocks, table, first, context, rows.dtype)
+            out[index] = attend(rows[index : index + 1], *seen, masking, self.tile_scores)[0]
 
     def chunk(
-        self, rows: Tensor, keys: Tensor, values: Tensor, span: Span, masking: Masking, out: Tensor
+        self, rows: Tensor, blocks: LayerBlocks, span: Span, masking: Masking, out: Tensor
     ) -> None:
         end = span.row + span.count
         first = first_seen(span.context - span.count, masking)
-        seen = self.gathered((keys, values), span.table, first, span.context)
-        out[span.row : end] = attend(rows[span.row : end], *seen, masking)
+        seen = self.gathered(blocks, span.table, first, span.context, rows.dtype)
+        out[span.row : end] = attend(rows[span.row : end], *seen, masking, self.tile_scores)
 
     def gathered(
-        self, blocks: tuple[Tensor, Tensor], table: Tensor, first: int, end: int
+        self, blocks: LayerBlocks, table: Tensor, first: int, end: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of positions `first .. end` side by side: [end - first, kv_heads, dim].
 
         They may be gone when others are gathered.
         """
-        size = blocks[0].shape[1]
+        size = blocks.block_tokens
         skipped = first // size
         wanted = table[skipped : -(-end // size)]
         own = slice(first - skipped * size, end - skipped * size)
-        keys, values = self.copied(blocks, wanted)
+        keys, values = self.copied(blocks, wanted, dtype)
         return keys.flatten(0, 1)[own], values.flatten(0, 1)[own]
 
-    def copied(self, blocks: tuple[Tensor, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Some blocks of keys and of values."""
-        keys, values = blocks
-        return keys[wanted], values[wanted]
+    def copied(
+        self, blocks: LayerBlocks, wanted: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Some blocks of keys and of values, as numbers."""
+        return blocks.load(wanted, dtype)
 
 
-def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tensor:
+def attend(
+    rows: Tensor, keys: Tensor, values: Tensor, masking: Masking, tile_scores: int = TILE_SCORES
+) -> Tensor:
     """`rows` are the last of `keys`' positions; [T, heads, d] over [context, kv_heads, d]."""
     count, context = rows.shape[0], keys.shape[0]
     groups = rows.shape[1] // keys.shape[1]
@@ -116,7 +113,7 @@ def attend(rows: Tensor, keys: Tensor, values: Tensor, masking: Masking) -> Tens
             queries, spread_keys, spread_values, is_causal=count > 1, scale=masking.scale
         )
         return answer.permute(2, 0, 1, 3).flatten(1, 2)
-    tile = max(1, _TILE_SCORES[rows.device.type] // (context * rows.shape[1]))
+    tile = max(1, tile_scores // (context * rows.shape[1]))
     pieces = []
     for start in range(0, count, tile):
         part = queries[:, :, start : start + tile]

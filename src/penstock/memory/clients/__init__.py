@@ -1,0 +1,1 @@
+"""Memory that the requests of clients take in the server itself."""

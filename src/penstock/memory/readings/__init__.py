@@ -1,0 +1,1 @@
+"""Memory as it is read: the machine, its control groups, processes, GPUs."""

@@ -1,0 +1,1 @@
+"""The admin API: what operators read and change."""

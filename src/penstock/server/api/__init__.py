@@ -1,1 +1,0 @@
-"""One file per protocol: parse, ask, render."""

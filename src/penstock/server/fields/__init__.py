@@ -1,0 +1,1 @@
+"""Request fields that several protocols share, and their conversion for the worker."""

@@ -1,0 +1,1 @@
+"""A request from conversation to answer: tokens, admission, queue, generation, parts."""

@@ -1,0 +1,1 @@
+"""Child processes: the fork server, workers, grammar hosts, and their logs."""

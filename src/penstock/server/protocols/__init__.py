@@ -1,0 +1,1 @@
+"""What clients speak: bodies into conversations, and answers into what each protocol writes."""

@@ -1,0 +1,1 @@
+"""OpenAI's API, and what vLLM and llama.cpp add to it."""

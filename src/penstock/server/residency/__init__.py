@@ -1,0 +1,1 @@
+"""Which models are loaded, what memory they hold, and what is done when memory is short."""

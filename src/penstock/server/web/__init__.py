@@ -1,0 +1,1 @@
+"""The page at `/`: its files, and signing in. What it shows comes from the admin API."""

@@ -1,0 +1,1 @@
+"""Forms of answers as grammars, in the form that llguidance reads."""

@@ -1,0 +1,1 @@
+"""Steps of single rows: all layers of the common shape in one compiled call."""

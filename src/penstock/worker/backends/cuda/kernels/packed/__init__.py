@@ -1,0 +1,1 @@
+"""Products with packed weights on a GPU: their layout there, and its kernels."""

@@ -1,0 +1,41 @@
+"""The measured profile of a model as an engine uses it: limits, cost model, KV bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.memory.cost import CostModel
+    from penstock.memory.domains import Domain
+    from penstock.worker.core.drafts.drafting import Drafting
+    from penstock.worker.core.plan import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured and what follows from it."""
+
+    cost: CostModel
+    limits: StepLimits
+    step_bytes: int  # the envelope of the largest step, and what requests take on the host
+    host_bytes: int  # the latter
+    kv_bytes: int  # what is committed for KV at most
+    held_bytes: int  # on the meter, with everything in place but KV and steps
+    host_tokens: int = 0  # that `host_bytes` are for
+    times: tuple[tuple[int, float], ...] = ()  # rows and seconds of steps of one sequence
+    kept_bytes: int = 0  # what libraries take for themselves at their first largest step
+    shrunk: bool = False  # the KV, because it did not stand the test
+    proven: bool = False  # by an earlier load
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the engine knows of its model."""
+
+    window: int
+    vocabulary: int
+    domain: Domain  # where it computes
+    step_target_s: float | None = None
+    drafting: Drafting | None = None  # who guesses at its next tokens; None: nobody
+    calibrates: bool = False  # measure how fast prompts are computed, before the first one

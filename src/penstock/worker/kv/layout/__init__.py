@@ -1,0 +1,1 @@
+"""How one layer keeps keys and values in blocks: as numbers, or as codes with scales."""

@@ -1,0 +1,75 @@
+"""The memory behind a model's KV: one arena for each layer group."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.worker.kv.arena import Arena, BlockLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from penstock.catalog.kv_formats import KvFormat
+    from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.kv.device import KvDevice
+    from penstock.worker.kv.groups import LayerGroup
+    from penstock.worker.kv.layout.layer_blocks import LayerBlocks
+
+
+class KvMemory:
+    """Addresses for all groups; nothing is committed yet."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        layers: Mapping[int, LayerGeometry],
+        form: KvFormat,
+        device: KvDevice,
+        blocks: Sequence[int],
+        extent_bytes: int | None = None,
+    ) -> None:
+        """`layers` by the model's own numbers; `blocks` of each group."""
+        self.groups = tuple(groups)
+        self.layers = tuple(layers.values())
+        self.format = form
+        self.block_tokens = groups[0].block_tokens
+        self.arenas = tuple(
+            Arena(
+                BlockLayout(tuple(layers[i] for i in group.layers), self.block_tokens, form),
+                count,
+                device,
+                extent_bytes,
+            )
+            for group, count in zip(groups, blocks, strict=True)
+        )
+        self.device: torch.device = self.arenas[0].layers[0].keys.device
+        self._places = {
+            layer: (number, slot)
+            for number, group in enumerate(groups)
+            for slot, layer in enumerate(group.layers)
+        }
+
+    @property
+    def committed_bytes(self) -> int:
+        """Memory behind all arenas now."""
+        return sum(arena.committed_bytes for arena in self.arenas)
+
+    def blocks(self, layer: int) -> LayerBlocks:
+        """Where a layer's keys and values lie."""
+        group, slot = self._places[layer]
+        return self.arenas[group].layers[slot]
+
+    def group_of(self, layer: int) -> int:
+        """The group whose tables a layer reads."""
+        return self._places[layer][0]
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What is committed meanwhile counts against every limit, but its pages are not fetched."""
+        with ExitStack() as stack:
+            for arena in self.arenas:
+                stack.enter_context(arena.untouched())
+            yield

@@ -1,0 +1,1 @@
+"""KV that leaves the device and comes back: host buffers, copies, disk."""

@@ -1,0 +1,1 @@
+"""What a model costs on this machine, measured when it loads."""
