@@ -85,10 +85,10 @@ def test_clients_that_have_left_keep_nothing(target: Target) -> None:
     with crowd(target, 40) as some:
         with sending(some, _large_body(2 * MIB)):
             deadline = time.monotonic() + 20
-            while not target.memory()["requests"]["waiting"]:
+            while not (held := target.memory()["requests"])["waiting"]:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        assert target.memory()["requests"]["used_bytes"] > MIB
+        assert held["used_bytes"] > MIB
     wait_until_free(target, GRACE_S)
 
 

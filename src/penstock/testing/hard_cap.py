@@ -121,6 +121,14 @@ class Rest:
     # Of the server and each worker: what is booked for its own memory, and what it holds.
     by_process: dict[str, tuple[int, int]]
 
+    def is_close(self) -> bool:
+        """Whether books and readings agree, of all together and of each process. They are not read
+        in one moment: a heap may be trimmed in between."""
+        limit = self.figures["domains"][str(RAM)]["limit_bytes"]
+        together = abs(self.booked_bytes - self.read_bytes) <= BOOKS_SHARE * self.read_bytes
+        each = (abs(booked - read) for booked, read in self.by_process.values())
+        return together and all(difference <= BOOKS_SHARE * limit for difference in each)
+
 
 @dataclass(frozen=True, slots=True)
 class Rush:
@@ -271,8 +279,7 @@ def at_rest(server: Served, cage: Cage, folder: Path) -> Rest:
             figures=figures,
             by_process=_by_process(server, figures, committed, mapped=inside.mapped_bytes > 0),
         )
-        close = abs(rest.booked_bytes - rest.read_bytes) <= BOOKS_SHARE * rest.read_bytes
-        at_rest = idle and close and rest.free_bytes == rest.capacity_bytes
+        at_rest = idle and rest.is_close() and rest.free_bytes == rest.capacity_bytes
         if at_rest or time.monotonic() > deadline:
             return rest
         time.sleep(0.5)
