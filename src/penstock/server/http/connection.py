@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.server.http.flow_control import FLOW, Flow, UntilCloseCycle
-from penstock.server.http.peer import Peer, look
+from penstock.server.http.peer import Peer, has_unread, look
 
 if TYPE_CHECKING:
     from penstock.server.http.connections import Connections
@@ -118,15 +118,18 @@ class Connection(HttpToolsProtocol):
 
     def look(self) -> None:
         """See whether the client is still there, if reading does not tell."""
-        if self._idle or self.transport.is_closing():
-            return
-        if not (self.flow.read_paused or self._finished):
+        closed = self._idle or self.transport.is_closing()
+        if closed or not (self.flow.read_paused or self._finished):
             return
         peer = look(self.transport.get_extra_info("socket"))
         if peer is Peer.GONE:
             self.transport.abort()
         elif peer is Peer.FINISHED and self._finished and not self._asked:
             self._ask()
+
+    def has_unread(self) -> bool:
+        """Whether its client has sent something that nobody has read yet."""
+        return has_unread(self.transport.get_extra_info("socket"))
 
     def _ask(self) -> None:
         """Have the network tell: an interim answer, which a client that has left resets. HTTP/1.0

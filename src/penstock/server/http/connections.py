@@ -15,6 +15,7 @@ requests of operators only.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _USUAL_BYTES = 32 << 10  # of a request with an ordinary head
 # that clients who wait for their answers come first.
 _PACE_S = 0.01
 _PACE = 2
+_LOOKED_AT = 8  # of the longest idle, for one without a request that is not read yet
 _UNBOUNDED = 1 << 30
 
 
@@ -54,6 +56,9 @@ class Member(Protocol):
 
     def look(self) -> None:
         """See whether the client is still there."""
+
+    def has_unread(self) -> bool:
+        """Whether its client has sent something that nobody has read yet."""
 
 
 _Members = dict[str, dict[Member, None]]  # by client
@@ -301,11 +306,13 @@ class Connections:
     def _slowest(self, client: str, until: float, fits: Callable[[Place], bool]) -> Member | None:
         """Of a client's connections that are idle, or else wait for it, since then or longer: the
         one that is for longest."""
-        for member in self._idle.get(client, ()):
-            if self._places[member].since > until:
-                break
-            if fits(self._places[member]):
-                return member
+        idle = itertools.takewhile(
+            lambda member: self._places[member].since <= until, self._idle.get(client, ())
+        )
+        longest = list(itertools.islice((m for m in idle if fits(self._places[m])), _LOOKED_AT))
+        if longest:
+            # One that has just come may have its request in the socket, and would be reset.
+            return next((member for member in longest if not member.has_unread()), longest[0])
         waiting = (
             member
             for member in self._waiting.get(client, ())

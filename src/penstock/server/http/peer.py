@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import ipaddress
 import re
 import socket
 import struct
 import sys
+import termios
 from typing import Any
 
 _LINUX = sys.platform.startswith("linux")
@@ -56,6 +58,14 @@ def look(sock: Any) -> Peer:
         return _look_at_other_end(peer, sock.getsockname(), seen)
     except OSError:
         return Peer.GONE
+
+
+def has_unread(sock: Any) -> bool:
+    """Whether bytes have arrived that nobody has read yet."""
+    try:
+        return bool(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4))[0])
+    except (OSError, ValueError):  # it is closed
+        return False
 
 
 def _look_at_other_end(peer: Any, own: Any, seen: Peer) -> Peer:

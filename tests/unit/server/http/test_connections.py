@@ -27,6 +27,7 @@ class Client:
         self.closed = False
         self.busy = False
         self.waits = False  # for its client
+        self.unread = False
         self.held = BASE
 
     @property
@@ -37,6 +38,9 @@ class Client:
         self.closed = True
 
     def look(self) -> None: ...
+
+    def has_unread(self) -> bool:
+        return self.unread
 
 
 class Crowd(RuleBasedStateMachine):
@@ -230,6 +234,24 @@ def test_who_only_just_waits_gives_way_after_those_that_are_idle() -> None:
     every._places[clients[2]].since -= 100
     assert every.enter(Client(), "192.0.2.3", 0)
     assert [client.closed for client in clients] == [False, False, True]
+
+
+def test_who_has_sent_a_request_that_is_not_read_yet_is_spared_among_the_idle() -> None:
+    every, clients = full(3, ("127.0.0.1", 3))
+    for client in clients:
+        every.idle(client)
+    clients[0].unread = True
+    assert every.enter(Client(), "127.0.0.1", 0)
+    assert [client.closed for client in clients] == [False, True, False]
+
+
+def test_where_all_have_sent_the_longest_idle_gives_way() -> None:
+    every, clients = full(2, ("127.0.0.1", 2))
+    for client in clients:
+        every.idle(client)
+        client.unread = True
+    assert every.enter(Client(), "127.0.0.1", 0)
+    assert [client.closed for client in clients] == [True, False]
 
 
 def test_requests_that_wait_for_their_client_give_way_for_bytes() -> None:
