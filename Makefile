@@ -12,6 +12,8 @@ WEIGHTS = $(PENSTOCK_HOME)/models/$(STARTER)/model.safetensors
 # Two tests at a time, each on one thread: two threads beside another test wait for each other most
 # of the time. tests/conftest.py says which of them stay together, and which need the machine alone.
 PYTEST_2 = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+# In CI, whose machine is shared, what fails is run once more, alone; what fails again is a failure.
+OR_AGAIN = $(if $(CI),|| $(BIN)/python -m pytest --last-failed --last-failed-no-failures none)
 
 .PHONY: serve unit test check check-page proof bench screenshots model clean
 
@@ -22,8 +24,8 @@ unit: $(VENV)/.dev
 	$(PYTEST_2) tests/unit $(ARGS)
 
 test: $(VENV)/.dev $(WEIGHTS)
-	$(PYTEST_2) -m "not proof and not serial" $(ARGS)
-	$(BIN)/python -m pytest -m "serial and not proof" $(ARGS)
+	$(PYTEST_2) -m "not proof and not serial" $(ARGS) $(OR_AGAIN)
+	$(BIN)/python -m pytest -m "serial and not proof" $(ARGS) $(OR_AGAIN)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
