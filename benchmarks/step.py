@@ -28,7 +28,7 @@ from penstock.worker.core.plan import Plan, Slice
 from penstock.worker.load_phases import LoadPhases
 
 if TYPE_CHECKING:
-    from penstock.worker.profiling.profile import ProfileContext
+    from penstock.worker.profiling.context import ProfileContext
 
 CONTEXT, NEW = 200, 16
 

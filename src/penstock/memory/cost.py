@@ -185,6 +185,23 @@ class CostModel(msgspec.Struct, frozen=True):
         """Bytes of KV that a sequence of that many tokens holds at most."""
         return self.kv.sequence(tokens)
 
+    def raised(self, factor: float) -> CostModel:
+        """Every step takes that many times as much."""
+
+        def plane(of: Plane) -> Plane:
+            return tuple(factor * each for each in of)
+
+        return msgspec.structs.replace(
+            self,
+            plane=plane(self.plane),
+            layers=tuple(map(plane, self.layers)),
+            logits=tuple(map(plane, self.logits)),
+            measured=tuple(
+                msgspec.structs.replace(point, bytes=math.ceil(factor * point.bytes))
+                for point in self.measured
+            ),
+        )
+
 
 def fit(points: Iterable[Measured], kv: KvCost, *, floor: int = 0, row_bytes: int = 0) -> CostModel:
     """The model that lies as low above the points as its parts allow.

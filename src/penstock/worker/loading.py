@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import socket
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,9 +48,11 @@ from penstock.worker.models.build import (
     routing_matters,
     sliding_windows,
 )
+from penstock.worker.models.shallow import first_layers
 from penstock.worker.process_memory import own_bytes
 from penstock.worker.profiling import store as profile_store
-from penstock.worker.profiling.profile import ProfileContext, profile, remember
+from penstock.worker.profiling.context import ProfileContext
+from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
@@ -183,6 +187,7 @@ def _profile_context(
     kv.set_limit(spec.memory_bytes)
     mapped_bytes = model.weight_bytes - model.copied_bytes
     drafts = backend.max_drafts if spec.speculation == "auto" else 0
+    cheap = backend.full_steps_are_cheap
     return ProfileContext(
         spec=spec,
         backend=backend,
@@ -206,6 +211,8 @@ def _profile_context(
         routes=routing_matters(model.module),
         fingerprint=model.fingerprint,
         drafts=drafts,
+        shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
+        repeats=2 if cheap else 3,
     )
 
 

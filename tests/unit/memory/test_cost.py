@@ -188,3 +188,16 @@ def test_what_is_published_of_kv_is_right_beyond_a_window() -> None:
             {"bytes_per_token": 100, "window": 64, "cap_bytes": 6 * 16 * 100},
         ],
     }
+
+
+def test_raised_every_step_takes_that_many_times_as_much() -> None:
+    points = [
+        Measured(1, 1, 1, 1, 1000),
+        Measured(64, 1, 64, 1, 9000),
+        Measured(64, 8, 500, 8, 9900),
+    ]
+    cost = fit(points, KV)
+    raised = cost.raised(1.5)
+    for shape in [point.shape for point in points] + [(30, 2, 100, 3), (200, 9, 900, 20)]:
+        assert raised.step(*shape) == pytest.approx(1.5 * cost.step(*shape), abs=2)
+    assert raised.kv == cost.kv

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.worker.backends.base import Backend
     from penstock.worker.core.engine import GenerateEngine
-    from penstock.worker.profiling.profile import ProfileContext
+    from penstock.worker.profiling.context import ProfileContext
 
 _GREEDY = Sampling(temperature=0)
 _seeds = itertools.count()

@@ -1,9 +1,11 @@
 """What a model costs on this machine, measured at load through the real code path.
 
     probe      little KV; warm up, so that every library has what it keeps
-    stress     shapes around the border of what a step may be; the highest point of each
+    stress     shapes around the border of what a step may be; the highest point of each. Where
+               steps take long, through as many layers as show what all of them hold
     size       KV gets what the grant leaves beside the largest step
-    validate   the KV full, the largest step again, under the cap
+    validate   the KV full, the largest step through all layers, under the cap; if it takes more
+               than was measured, everything does
 
 A stored profile skips the first three; on a CPU also the fourth, once a load has passed it: what
 libraries take for themselves at their largest step, and what is read later, is kept free then.
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.errors import ModelTooLarge
@@ -31,15 +32,9 @@ from penstock.worker.profiling.stress import StepBounds, StepShapeTrial, Stress
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.wire import LoadSpec
-    from penstock.worker.backends.base import Backend
-    from penstock.worker.backends.caps import Cap
-    from penstock.worker.backends.executor import Executor
-    from penstock.worker.backends.meters import Meter
     from penstock.worker.core.plan import StepLimits
     from penstock.worker.kv.arena import LayerGeometry
-    from penstock.worker.kv.cache import KvCache
-    from penstock.worker.kv.memory import KvMemory
+    from penstock.worker.profiling.context import ProfileContext
 
 log = logging.getLogger(__name__)
 
@@ -49,30 +44,10 @@ ENOUGH_KV_TOKENS = 1024
 # A stored profile is extended to contexts so much longer than those it was measured at.
 UNSEEN_CONTEXT = 1.25
 SHRINK = 0.95
+MARGIN = 1.05  # over the largest step, where it shows that others were measured too low
 RETRIES = 3
 HOST_BYTES_PER_TOKEN = 48  # of a request: two places in lists and a number
 HOST_BYTES = 4 << 20  # frames, outputs and the interpreter's own comings and goings
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileContext:
-    """What a profile is measured with."""
-
-    spec: LoadSpec
-    backend: Backend
-    executor: Executor
-    memory: KvMemory
-    kv: KvCache
-    meter: Meter
-    cap: Cap
-    limits: StepLimits  # as asked for
-    window: int
-    vocabulary: int
-    dtype: str  # what is computed in
-    row_bytes: int  # of a token between two layers
-    routes: bool  # the model sends tokens to experts
-    fingerprint: str
-    drafts: int = 0  # of one sequence, at most
 
 
 def profile(context: ProfileContext) -> Profile:
@@ -213,10 +188,11 @@ def _measure(
     failed = False
     stress = _open(context, limits)
     try:
-        for trial in trials:
-            # Twice: where a tensor comes to lie in a heap is chance.
-            points += (stress.run(trial, context.vocabulary) for _ in range(2))
-            log.debug("measured %s", points[-2:])
+        with context.shallow():
+            for trial in trials:
+                # Several times: where a tensor comes to lie in a heap is chance.
+                points += (stress.run(trial, context.vocabulary) for _ in range(context.repeats))
+                log.debug("measured %s", points[-context.repeats :])
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -254,9 +230,16 @@ def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> 
         found = _profile_of(context, limits, cost, size, whole - _committed(context, size))
         # A heap keeps addresses that it needed once. They are not memory, but the cap counts them.
         context.cap.set_base()
-        if _survives(context, found):
+        share = _share_taken(context, found)
+        if share is not None and share <= 1:
             # Everything is in place now; libraries have what they keep.
             return dataclasses.replace(found, held_bytes=context.meter.held(), shrunk=failures > 1)
+        if share is not None:
+            log.warning("the largest step took %.2f times what was measured: all steps may", share)
+            cost = cost.raised(share * MARGIN)
+            size = min(
+                size, _kv_room(context, spec.memory_bytes - _largest_step(context, limits, cost))
+            )
     raise _too_large(context, limits, cost, f"validation failed after {retries} retries")
 
 
@@ -275,28 +258,31 @@ def _tokens_in(context: ProfileContext, limits: StepLimits, size_bytes: int) -> 
     return context.kv.max_tokens()
 
 
-def _survives(context: ProfileContext, found: Profile) -> bool:
-    """Whether the largest step runs beside full KV, within the cap."""
+def _share_taken(context: ProfileContext, found: Profile) -> float | None:
+    """What the largest step took beside full KV, of what it may; None: not even the cap's room."""
     kv = context.kv
     kv.set_limit(found.kv_bytes)
     context.cap.move(found.kv_bytes, found.step_bytes)
-    survived = True
+    share = None
     stress = _open(context, found.limits)
     rest: list[list[int]] = [[] for _ in kv.groups]
     try:
         with context.memory.untouched():  # to fetch tens of GiB takes as long as all the rest
             rest = kv.lend_rest()
-        stress.run(_bounds(context, found.limits).everything(), context.vocabulary)
+        largest = _bounds(context, found.limits).everything()
+        shape, took = stress.measure(largest, context.vocabulary)
+        share = took / found.cost.step(
+            shape.tokens, shape.sequences, shape.context, shape.logit_rows
+        )
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        survived = False
     finally:
         kv.take_back(rest)
         stress.close()
     kv.compact()
     context.meter.drop_caches()
-    return survived
+    return share
 
 
 def _profile_of(

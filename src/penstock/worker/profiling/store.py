@@ -22,7 +22,7 @@ from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 21
+FORMAT = 22
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 

@@ -15,7 +15,7 @@ from penstock.worker.profiling.stress import StepShapeTrial, Stress
 
 if TYPE_CHECKING:
     from penstock.worker.core.profile import Profile
-    from penstock.worker.profiling.profile import ProfileContext
+    from penstock.worker.profiling.context import ProfileContext
 
 _ROWS = (1, 4, 8, 16, 2)  # in the order of their worth
 _CONTEXT = 64

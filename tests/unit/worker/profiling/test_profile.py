@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,17 +20,18 @@ from penstock.worker.kv.arena import LayerGeometry
 from penstock.worker.kv.cache import KvCache
 from penstock.worker.kv.groups import LayerGroup, cost_of
 from penstock.worker.kv.memory import KvMemory
+from penstock.worker.profiling.context import ProfileContext
 from penstock.worker.profiling.profile import (
     HOST_BYTES,
     HOST_BYTES_PER_TOKEN,
     MIN_STEP_TOKENS,
-    ProfileContext,
     profile,
     remember,
 )
 from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from penstock.wire import Submit, TokenIds
@@ -387,3 +389,32 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one() -> None:
     machine.bug = True
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         profile(make_context(machine, 128 * MIB))
+
+
+def test_where_few_layers_show_too_little_every_step_is_said_to_take_more() -> None:
+    """Half of the layers show nine tenths of the truth."""
+    machine, whole = Machine(), Machine()
+
+    @contextmanager
+    def shallow() -> Iterator[None]:
+        machine.token_bytes = 45_000
+        yield
+        machine.token_bytes = 50_000
+
+    context = make_context(machine, 128 * MIB)
+    found = profile(dataclasses.replace(context, shallow=shallow))
+    for shape in machine.steps:
+        assert found.cost.step(*dataclasses.astuple(shape)) >= machine.cost(shape)
+    expected = profile(make_context(whole, 128 * MIB))
+    assert 1 <= found.step_bytes / expected.step_bytes < 1.1
+    assert found.kv_bytes + found.step_bytes <= 128 * MIB
+    assert not found.shrunk
+
+
+def test_each_shape_is_tried_as_often_as_is_said() -> None:
+    counts = []
+    for repeats in (1, 3):
+        machine = Machine()
+        profile(dataclasses.replace(make_context(machine, 128 * MIB), repeats=repeats))
+        counts.append(len(machine.steps) - 3)  # two to warm up, one to validate
+    assert counts[1] == 3 * counts[0]
