@@ -235,11 +235,11 @@ def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> 
             # Everything is in place now; libraries have what they keep.
             return dataclasses.replace(found, held_bytes=context.meter.held(), shrunk=failures > 1)
         if share is not None:
-            log.warning("the largest step took %.2f times what was measured: all steps may", share)
+            log.warning("the largest step took %.2f times what was measured: all may", share)
             cost = cost.raised(share * MARGIN)
-            size = min(
-                size, _kv_room(context, spec.memory_bytes - _largest_step(context, limits, cost))
-            )
+            if spec.kv_tokens is None:
+                left = spec.memory_bytes - _largest_step(context, limits, cost)
+                size = whole = _committed(context, min(size, _kv_room(context, left)))
     raise _too_large(context, limits, cost, f"validation failed after {retries} retries")
 
 

@@ -406,7 +406,7 @@ def test_where_few_layers_show_too_little_every_step_is_said_to_take_more() -> N
     for shape in machine.steps:
         assert found.cost.step(*dataclasses.astuple(shape)) >= machine.cost(shape)
     expected = profile(make_context(whole, 128 * MIB))
-    assert 1 <= found.step_bytes / expected.step_bytes < 1.1
+    assert 0.95 <= found.step_bytes / expected.step_bytes < 1.1
     assert found.kv_bytes + found.step_bytes <= 128 * MIB
     assert not found.shrunk
 
