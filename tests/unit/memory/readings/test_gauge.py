@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -136,6 +137,7 @@ def test_between_walks_the_counters_tell_how_a_process_has_grown(tmp_path: Path)
 
 def test_a_gauge_follows_our_own_process() -> None:
     gauge = ProcessGauge(os.getpid())
+    gc.collect()  # what earlier tests have left would be freed in between
     before = gauge.read()
     ballast = _fresh_pages(32 << 20)
     after = gauge.read()
