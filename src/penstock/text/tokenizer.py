@@ -53,6 +53,10 @@ os.environ.setdefault("RAYON_NUM_THREADS", str(_WIDTH))
 # Between two pieces of a long text while a step wants all cores. The kernel gives even an idle-only
 # thread its tick of 4 ms now and then; a step of 40 ms should meet one or two, not ten in a row.
 _REST_S = 0.010
+# A batch takes the pool some milliseconds. If it takes so long, other programs have the cores, and
+# an idle-only thread may not get one for minutes: for a while texts are encoded without the pool.
+_STARVED_S = 0.25
+_WITHOUT_POOL_S = 5.0
 
 # Threads that encode a short text themselves, 40 ms at most, and threads that wait for the pool,
 # which may take long to find an idle core: short texts never wait for it.
@@ -103,6 +107,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self._cuttable = can_be_split(spec)
         self._longest_token_bytes = longest_token_bytes(spec, vocabulary)
+        self._pool_from = 0.0  # when the pool is worth trying, on the monotonic clock
         added = self._raw.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_contents = {token.content for token in added.values() if token.special}
@@ -160,12 +165,19 @@ class Tokenizer:
     def _encode_on_pool(self, parts: Iterator[str], add_special_tokens: bool) -> list[int]:
         """Some parts at a time, so that several long texts advance together."""
         ids: list[int] = []
-        while batch := list(islice(parts, _WIDTH)):
+        began = time.monotonic()
+        while batch := list(islice(parts, _WIDTH if began >= self._pool_from else 1)):
             # The pool takes nothing less than two.
-            for encoding in self._encodings([*batch, ""], add_special_tokens)[:-1]:
+            filling = [""] * (began >= self._pool_from)
+            encodings = self._encodings([*batch, *filling], add_special_tokens)
+            for encoding in encodings[: len(batch)]:
                 ids += encoding.ids
+            ended = time.monotonic()
+            if filling and ended - began > _STARVED_S:
+                self._pool_from = ended + _WITHOUT_POOL_S
             if _crowded():
                 time.sleep(_REST_S)
+            began = time.monotonic()
         return ids
 
     async def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -25,6 +25,8 @@ from penstock.text.tokenizer import LONG_TEXT_CHARS, Tokenizer, require_encodabl
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tokenizers import Encoding
+
 family = cache(lambda name: FAMILIES[name]())
 families = pytest.mark.parametrize("name", FAMILIES)
 
@@ -231,6 +233,30 @@ def test_slices_of_a_long_text_have_its_ids(monkeypatch: pytest.MonkeyPatch, add
     assert max(map(len, slices)) < len(text) / 4
     joined = [token for some in slices for token in some]
     assert joined == tokenizer.encode(text, add_special_tokens=added)
+
+
+def test_a_pool_without_a_core_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs have all cores: a batch that takes long is the last one for a while."""
+    monkeypatch.setattr("penstock.text.tokenizer._STARVED_S", 0.0)
+    texts_at_once: list[int] = []
+    tokenizer, plain = byte_level(), byte_level()
+
+    def counting(texts: list[str], add_special_tokens: bool) -> list[Encoding]:
+        texts_at_once.append(len(texts))
+        return plain._encodings(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encodings", counting)
+    text = "the cat sat on 12 mats. " * (3 * LONG_TEXT_CHARS // 24)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert texts_at_once[0] >= 2 and set(texts_at_once[1:]) == {1}
+    assert ids == plain._encodings([text], add_special_tokens=False)[0].ids
+    texts_at_once.clear()
+    monkeypatch.setattr("penstock.text.tokenizer._STARVED_S", 60.0)
+    tokenizer.encode(text, add_special_tokens=False)
+    assert set(texts_at_once) == {1}
+    tokenizer._pool_from = 0.0  # the while is over
+    tokenizer.encode(text, add_special_tokens=False)
+    assert texts_at_once[-1] >= 2
 
 
 def test_slices_of_a_text_that_cannot_be_split_are_one() -> None:
