@@ -212,7 +212,7 @@ def _profile_context(
         fingerprint=model.fingerprint,
         drafts=drafts,
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
-        repeats=2 if cheap else 3,
+        repeats=2 if cheap else 4,
     )
 
 

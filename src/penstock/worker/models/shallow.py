@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OF_EACH_KIND = 2  # the second is computed beside what the first has left
-_LEAST = 6
+_LEAST = 10  # what one holds is a little chance: of so many the most is seen
 
 
 @contextmanager

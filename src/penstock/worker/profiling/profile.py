@@ -44,7 +44,7 @@ ENOUGH_KV_TOKENS = 1024
 # A stored profile is extended to contexts so much longer than those it was measured at.
 UNSEEN_CONTEXT = 1.25
 SHRINK = 0.95
-MARGIN = 1.05  # over the largest step, where it shows that others were measured too low
+MARGIN = 1.05  # of what is predicted over the largest step, which all others get with it
 RETRIES = 3
 HOST_BYTES_PER_TOKEN = 48  # of a request: two places in lists and a number
 HOST_BYTES = 4 << 20  # frames, outputs and the interpreter's own comings and goings
@@ -217,7 +217,7 @@ def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> 
     else:
         size = _kv_room(context, spec.memory_bytes - _largest_step(context, limits, cost))
         retries = RETRIES
-    whole = _committed(context, size)
+    whole, most = _committed(context, size), 1 / MARGIN
     for failures in range(retries + 2):
         # The first step of its size also takes what libraries keep from then on, so it has two
         # attempts before anything shrinks.
@@ -231,12 +231,12 @@ def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> 
         # A heap keeps addresses that it needed once. They are not memory, but the cap counts them.
         context.cap.set_base()
         share = _share_taken(context, found)
-        if share is not None and share <= 1:
+        if share is not None and share <= most:
             # Everything is in place now; libraries have what they keep.
             return dataclasses.replace(found, held_bytes=context.meter.held(), shrunk=failures > 1)
         if share is not None:
-            log.warning("the largest step took %.2f times what was measured: all may", share)
-            cost = cost.raised(share * MARGIN)
+            log.info("the largest step took %.2f times what was predicted: all may", share)
+            cost, most = cost.raised(share * MARGIN), 1.0
             if spec.kv_tokens is None:
                 left = spec.memory_bytes - _largest_step(context, limits, cost)
                 size = whole = _committed(context, min(size, _kv_room(context, left)))

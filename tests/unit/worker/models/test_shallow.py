@@ -12,12 +12,12 @@ from penstock.worker.models.shallow import enough, first_layers
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        ("a" * 30, 6),
+        ("a" * 30, 10),
         ("aaaa", 4),
         ("a", 1),
-        ("ssssfssssf" * 4, 10),
-        ("daaaaaaaaa", 6),
-        ("abcdefgh", 8),
+        ("sssssfsssssf" * 4, 12),
+        ("d" + "a" * 29, 10),
+        ("abcdef" * 2, 12),
     ],
 )
 def test_every_kind_is_among_them_twice_where_it_comes_twice(kinds: str, count: int) -> None:
@@ -26,10 +26,10 @@ def test_every_kind_is_among_them_twice_where_it_comes_twice(kinds: str, count: 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "phi3"])
 def test_the_model_computes_with_fewer_layers_and_then_with_all(architecture: str) -> None:
-    kinds = [["sliding_attention", "full_attention"][number % 2] for number in range(12)]
+    kinds = [["sliding_attention", "full_attention"][number % 2] for number in range(14)]
     more = {"layer_types": kinds} if architecture in {"gemma3_text", "gpt_oss"} else {}
-    model = tiny.build(tiny.config(architecture, num_hidden_layers=12, **more)).eval()
-    windows: list[int | None] = [None] * 12
+    model = tiny.build(tiny.config(architecture, num_hidden_layers=14, **more)).eval()
+    windows: list[int | None] = [None] * 14
     ran: list[int] = []
     layers = model.get_submodule("model.layers")
     for number, layer in enumerate(layers.children()):
@@ -40,13 +40,13 @@ def test_the_model_computes_with_fewer_layers_and_then_with_all(architecture: st
             model(input_ids=ids, use_cache=False)
         few = list(ran)
         model(input_ids=ids, use_cache=False)
-    assert few == list(range(len(few))) and 6 <= len(few) < 12
-    assert ran[len(few) :] == list(range(12))
+    assert few == list(range(len(few))) and 10 <= len(few) < 14
+    assert ran[len(few) :] == list(range(14))
     assert model.get_submodule("model.layers") is layers
 
 
 def test_all_layers_are_back_when_a_step_fails() -> None:
-    model = tiny.build(tiny.config("llama", num_hidden_layers=12))
-    with pytest.raises(MemoryError), first_layers(model, [None] * 12):
+    model = tiny.build(tiny.config("llama", num_hidden_layers=14))
+    with pytest.raises(MemoryError), first_layers(model, [None] * 14):
         raise MemoryError
-    assert len(model.model.layers) == 12
+    assert len(model.model.layers) == 14
