@@ -10,6 +10,8 @@ from penstock.memory.cost import KvCost, Measured, fit
 from penstock.wire import Finish, Freed, Grant, LoadSpec, Output, Ready, Status, Submit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.worker.core.engine_contract import Engine, Progress
 
 STEP_BYTES = 1 << 20
@@ -76,7 +78,7 @@ class CountingEngine:
     def probe(self) -> None:
         self.steps += 1
 
-    def tidy(self) -> float | None:
+    def tidy(self, called: Callable[[], bool]) -> float | None:
         return None
 
     def close(self) -> None:

@@ -35,6 +35,8 @@ from penstock.wire import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.worker.core.engine_contract import Progress
 
 FAKE_PRELOAD = ("penstock.worker.loop", "penstock.testing.fake_worker")
@@ -174,7 +176,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def tidy(self) -> float | None:
+    def tidy(self, called: Callable[[], bool]) -> float | None:
         return None
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ from penstock.worker.process_memory import own_bytes
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.context import ProfileContext
 from penstock.worker.profiling.profile import profile, remember
+from penstock.worker.profiling.refining import Refinement
 from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
     measured = with_times(context, profile(context))
     clock.ended("profile")
     ready = _ready(context, measured, model)
-    engine = _engine(context, measured, ready)
+    engine = _engine(context, measured, ready, geometry)
     if not measured.proven:
         verify.compare_with_own_attention(
             *(model.module, context.executor, context.kv),
@@ -227,7 +228,12 @@ def _grammars(spec: LoadSpec, vocabulary: int) -> Grammars:
     return Grammars(vocabulary, host)
 
 
-def _engine(context: ProfileContext, measured: Profile, ready: Ready) -> GenerateEngine:
+def _engine(
+    context: ProfileContext,
+    measured: Profile,
+    ready: Ready,
+    geometry: Mapping[int, LayerGeometry],
+) -> GenerateEngine:
     backend, kv = context.backend, context.kv
     served = ServedModel(
         window=context.window,
@@ -235,6 +241,7 @@ def _engine(context: ProfileContext, measured: Profile, ready: Ready) -> Generat
         domain=backend.domain,
         step_target_s=context.spec.step_target_s,
         drafting=_drafting(context, measured),
+        idle_work=Refinement(context, measured, geometry) if measured.provisional else None,
         calibrates=ready.queue_bytes > 0 and backend.full_steps_are_cheap,
     )
     memory = StepMemory(measured, context.meter, context.cap)

@@ -150,6 +150,10 @@ class _Inbox:
                     os._exit(EXIT_OK)  # half a load is of no use to anyone
                 self._messages.put(message)
 
+    def waiting(self) -> bool:
+        """Whether there is anything to take."""
+        return not self._messages.empty()
+
     def take(self, wait_s: float | None) -> Iterator[ToWorker]:
         """Everything that has arrived, or arrives first within so long; None: whenever."""
         try:
@@ -174,7 +178,7 @@ class _Worker:
         """Step while there is work, sleep while there is none; returns the exit code."""
         while self._failures < FAILURES_ALLOWED:
             figures_changed = False
-            wait_s = 0.0 if self._engine.has_work() else self._engine.tidy()
+            wait_s = 0.0 if self._engine.has_work() else self._engine.tidy(self._inbox.waiting)
             for message in self._inbox.take(wait_s):
                 if isinstance(message, Shutdown):
                     self._engine.close()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from penstock.errors import BadRequest, ContextTooLong
 from penstock.wire import (
     Failure,
-    Finish,
     Freed,
     Output,
     Ready,
@@ -24,6 +23,7 @@ from penstock.wire import (
     Submit,
     token_ids,
 )
+from penstock.worker.core.failures import failed, unfollowed
 from penstock.worker.core.figures import Figures
 from penstock.worker.core.pacer import StepPacer
 from penstock.worker.core.recovery import Recovery
@@ -32,6 +32,8 @@ from penstock.worker.core.shared_tokens import SharedTokens
 from penstock.worker.process_memory import PrivateBytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.wire import Grant, TokenIds
     from penstock.worker.core.backend import Executor, StepHandle, StepResult
     from penstock.worker.core.lengths import OutputLengths
@@ -96,7 +98,7 @@ class GenerateEngine:
         request.stop_token_ids = self._shared.list(stops)
         request.prompt = self._shared.list(request.prompt)
         if (failure := self._why_never(request.prompt)) is not None:
-            self._refused.append(_failed(request.id, failure))
+            self._refused.append(failed(request.id, failure))
             return
         self.executor.admit(request)
         if self.executor.ready(request.id):
@@ -132,9 +134,14 @@ class GenerateEngine:
             outputs += self._end(self._recovery.recover(attempt))
         return outputs + self._take_in_flight()
 
-    def tidy(self) -> float | None:
-        """What is left to do while there is no work; when to come again, None for no need."""
-        return _TIDY_S if self.kv.tidy() else None
+    def tidy(self, called: Callable[[], bool]) -> float | None:
+        """Some of what is left to do while there is no work; when to come again, or None."""
+        if self.kv.tidy():
+            return _TIDY_S
+        if (work := self._served.idle_work) is None:
+            return None
+        kv_bytes = max(self.kv.limit_bytes, self.kv.committed_bytes)
+        return work.run(self._figures.steps, (kv_bytes, self._memory.gate.granted_bytes), called)
 
     def close(self) -> None:
         """Save what can be saved in the time that a shutdown has."""
@@ -290,7 +297,7 @@ class GenerateEngine:
         if victim is None:
             return []
         self.cancel(victim.request_id)
-        return [_failed(*victim)]
+        return [failed(*victim)]
 
     def _take_in_flight(self) -> list[Output]:
         """The result of the step in flight, if there is one."""
@@ -316,7 +323,7 @@ class GenerateEngine:
             self.executor.forget(number)
         for number, why in result.failed.items():
             self.cancel(number)
-            result.outputs[number] = _failed(number, _unfollowed(why))
+            result.outputs[number] = failed(number, unfollowed(why))
         self._recovery.step_ran(self.profile.limits.tokens)
         self._figures.step_ran(plan.tokens, step_s, result.forward_s)
         return [output for output in result.outputs.values() if output.id in asking]
@@ -341,10 +348,10 @@ class GenerateEngine:
         """Let it take part in steps, or say why not."""
         failure = self._why_never(request.prompt)
         if failure is None and (why := self.executor.failure(request.id)):
-            failure = _unfollowed(why)
+            failure = unfollowed(why)
         if failure is not None:
             self.executor.forget(request.id)
-            self._refused.append(_failed(request.id, failure))
+            self._refused.append(failed(request.id, failure))
             return
         request.max_tokens = max(1, min(request.max_tokens, self._room - len(request.prompt)))
         self._scheduler.add(request)
@@ -388,13 +395,3 @@ class GenerateEngine:
             self.step()
         self.kv.clear()
         self._figures.prompt_tokens = 0
-
-
-def _unfollowed(why: str) -> Failure:
-    return Failure(
-        BadRequest.code, f"The answer cannot be held to its form any further: {why.rstrip('.')}."
-    )
-
-
-def _failed(number: int, failure: Failure) -> Output:
-    return Output(number, finish=Finish.ERROR, failure=failure)

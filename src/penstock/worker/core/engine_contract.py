@@ -50,8 +50,9 @@ class Engine(Protocol):
     def probe(self) -> None:
         """One real step, as small as there is; raises when it fails."""
 
-    def tidy(self) -> float | None:
-        """What is left to do while there is no work; seconds until it should be called again."""
+    def tidy(self, called: Callable[[], bool]) -> float | None:
+        """Some of what is left to do while there is no work and nobody has `called`; seconds until
+        it should be asked again."""
 
     def close(self) -> None:
         """The process is about to end."""

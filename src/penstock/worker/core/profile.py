@@ -6,10 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
     from penstock.memory.cost import CostModel
     from penstock.memory.domains import Domain
     from penstock.worker.core.drafts.drafting import Drafting
     from penstock.worker.core.plan import StepLimits
+
+    class IdleWork(Protocol):
+        """Something to do while there is no request."""
+
+        def run(
+            self, steps: int, granted: tuple[int, int], called: Callable[[], bool]
+        ) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,7 @@ class Profile:
     kept_bytes: int = 0  # what libraries take for themselves at their first largest step
     shrunk: bool = False  # the KV, because it did not stand the test
     proven: bool = False  # by an earlier load
+    provisional: bool = False  # of smaller steps than there may be: the rest is to be measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +50,4 @@ class ServedModel:
     step_target_s: float | None = None
     drafting: Drafting | None = None  # who guesses at its next tokens; None: nobody
     calibrates: bool = False  # measure how fast prompts are computed, before the first one
+    idle_work: IdleWork | None = None

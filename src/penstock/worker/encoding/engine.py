@@ -19,6 +19,8 @@ from penstock.worker.encoding.packing import PackedStep, Text, pack
 from penstock.worker.process_memory import PrivateBytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.wire import Grant
     from penstock.worker.core.profile import Profile, ServedModel
     from penstock.worker.core.step_memory import StepMemory
@@ -129,7 +131,7 @@ class EncodeEngine:
             return outputs + self._answers(step, result, began_at)
         return outputs
 
-    def tidy(self) -> float | None:
+    def tidy(self, called: Callable[[], bool]) -> float | None:
         """Nothing is left to do."""
         return None
 

@@ -25,7 +25,7 @@ from penstock.worker.core.plan import StepLimits
 from penstock.worker.core.profile import Profile
 from penstock.worker.encoding.packing import PackedStep, Text
 from penstock.worker.profiling import store
-from penstock.worker.profiling.profile import HOST_BYTES, HOST_BYTES_PER_TOKEN, MIN_STEP_TOKENS
+from penstock.worker.profiling.sizing import HOST_BYTES, HOST_BYTES_PER_TOKEN, MIN_STEP_TOKENS
 from penstock.worker.profiling.store import StoredProfile
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 22
+FORMAT = 23
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
@@ -40,6 +40,7 @@ class StoredProfile(msgspec.Struct, frozen=True):
     proven: bool = False
     times: tuple[tuple[int, float], ...] = ()  # seconds of steps of so many rows, if measured
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
+    provisional: bool = False  # of smaller steps than there may be, which are still to be measured
 
 
 def fingerprint(

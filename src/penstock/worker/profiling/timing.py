@@ -36,6 +36,7 @@ def with_times(context: ProfileContext, found: Profile) -> Profile:
 def _measured(context: ProfileContext, found: Profile) -> dict[int, float]:
     stress = Stress(context.executor, context.memory, context.kv, context.meter, 2 * _CONTEXT)
     began, times = time.perf_counter(), {}
+    often = 1 if found.provisional else _TIMES
     most = min(context.drafts + 1, found.limits.logit_rows - 1, found.limits.tokens)
     seen = max(1, min(_CONTEXT, context.window - most))
     try:
@@ -43,7 +44,7 @@ def _measured(context: ProfileContext, found: Profile) -> dict[int, float]:
             if rows > most or time.perf_counter() - began > _LONG_S:
                 continue
             trial = StepShapeTrial(1, seen, drafts=rows - 1)
-            times[rows] = min(stress.seconds(trial, context.vocabulary) for _ in range(_TIMES))
+            times[rows] = min(stress.seconds(trial, context.vocabulary) for _ in range(often))
     finally:
         stress.close()
     return times
