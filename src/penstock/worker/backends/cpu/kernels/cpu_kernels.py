@@ -20,7 +20,7 @@ from penstock.worker.backends.cpu.kernels import layers as cpu_layers
 from penstock.worker.backends.cpu.kernels import loops as cpu_loops
 from penstock.worker.backends.cpu.kernels.arenas import NO_SINKS, Arenas
 from penstock.worker.backends.cpu.kernels.memory import LayerMemory, past_tokens
-from penstock.worker.backends.cpu.kernels.one_call import fused_layers
+from penstock.worker.backends.cpu.kernels.one_call import fused_layers, layer_runs
 from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.models.replacing import replace_modules, rms_norm_parts
 
@@ -196,9 +196,17 @@ class RmsNorm(nn.Module):
 def warm_up(threads: int) -> None:
     """Compile, or load from the cache, before anybody waits and before memory is capped."""
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    for part in COMPILED:
+        part()
+
+
+def _warm_up_rows() -> None:
     one = np.zeros((1, 1, 8), np.float32)
-    arenas.warm_up()
     cpu_loops.rms_norm(one[0], one[0, 0], 1e-6, np.empty_like(one[0]))
     products.warm_up()
     gguf_products.warm_up()
     cpu_layers.warm_up()
+
+
+# What compiles for about as long each, by processes at the same time.
+COMPILED = arenas.warm_up, _warm_up_rows, layer_runs.warm_up

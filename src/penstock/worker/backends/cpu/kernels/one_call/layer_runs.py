@@ -222,3 +222,11 @@ def _describe(row: NDArray[np.int64], layer: PackedLayer, shape: Shape) -> None:
         entry = entry_of(weight)
         assert entry is not None
         row[loops.WEIGHTS + 3 * number : loops.WEIGHTS + 3 * (number + 1)] = entry
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache."""
+    span_products.address()
+    loops.function()
+    none = np.zeros(1, np.int64)
+    on_threads(0, none.ctypes.data, 0)
