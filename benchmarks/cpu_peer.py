@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--http", action="store_true")
+    parser.add_argument("--claim", default="cpu_peer_starter")
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ours:
@@ -80,10 +81,10 @@ def main() -> None:
         record("cpu_peer_http", found)
         return
     for folder in options.models:
-        _compare(options.peer, folder, options.threads, options.rounds)
+        record(options.claim, _compare(options.peer, folder, options.threads, options.rounds))
 
 
-def _compare(peer: str, folder: Path, threads: int, rounds: int) -> None:
+def _compare(peer: str, folder: Path, threads: int, rounds: int) -> dict[str, Any]:
     file = next(folder.glob("*.gguf"))
     plain = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
     how = ["--ours", "--models", str(folder), "--threads", str(threads)]
@@ -101,7 +102,7 @@ def _compare(peer: str, folder: Path, threads: int, rounds: int) -> None:
     figures["base: the process without a model, MiB"] = _plain(bases)
     for side in (ours, theirs):
         side.end()
-    record("cpu_peer", figures)
+    return figures
 
 
 def _row(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | str]:

@@ -63,6 +63,10 @@ class Sampler:
         token that it allows.
         """
         answer = Sampled([], [])
+        if rows is None and masks is None and all(map(_is_plain, sequences)):
+            answer.tokens.extend(best_tokens(logits).tolist())
+            answer.logprobs.extend(self.chosen_logprobs(logits, answer.tokens, sequences))
+            return answer
         for own, few, masked in self._portions(logits, sequences, masks, rows):
             tokens: list[int] = self._choose_slice(own, few, masked).tolist()
             answer.tokens.extend(tokens)
@@ -74,7 +78,7 @@ class Sampler:
     ) -> Tensor:
         """The tokens, on the logits' device. Waits for nothing, but for `wants_host` sequences."""
         if masks is None and all(map(_is_plain, sequences)):
-            return logits.argmax(dim=-1)  # which needs no memory, so no slices
+            return best_tokens(logits)  # which needs no memory, so no slices
         parts = [
             self._choose_slice(*portion)
             for portion in self._portions(logits, sequences, masks, None)
@@ -138,7 +142,7 @@ class Sampler:
         if masked:
             shaped = logits.clone() if shaped is logits else shaped
             self._apply_masks(shaped, masked)
-        tokens = shaped.argmax(dim=-1)
+        tokens = best_tokens(shaped)
         random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
         if len(random) == len(sequences):
             return self._draw(shaped.float(), sequences)
@@ -290,6 +294,13 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """The first of the largest in each row; a row with what is no number has that."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as quick
+    return logits.argmax(dim=-1)
 
 
 def _is_plain(sequence: RequestState) -> bool:

@@ -273,6 +273,28 @@ def exponential(typing: Any, powers: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def larger(typing: Any, one: Any, other: Any) -> Any:
+    """Of each lane the larger number; where the first is none, the other's."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return FLOATS(FLOATS, FLOATS), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest(typing: Any, vector: Any) -> Any:
+    """Of all lanes; those that are no numbers do not count."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.FloatType(), [FLOATS.llvm])
+        function = _declared(builder, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
+        return builder.call(function, args)
+
+    return types.float32(FLOATS), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def total(typing: Any, vector: Any) -> Any:
     """The sum of all lanes, in any order."""
 

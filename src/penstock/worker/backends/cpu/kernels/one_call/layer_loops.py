@@ -30,7 +30,8 @@ from penstock.worker.backends.cpu.kernels.access import (
     words_at,
 )
 from penstock.worker.backends.cpu.kernels.gguf_loops import add_up_blocks
-from penstock.worker.backends.cpu.kernels.loops import OPTIONS, dot, norm_row
+from penstock.worker.backends.cpu.kernels.loops import OPTIONS, norm_row
+from penstock.worker.backends.cpu.kernels.one_call.attending import attend
 from penstock.worker.backends.cpu.kernels.one_call.span_products import ONE_BY_ONE, TILE
 from penstock.worker.backends.cpu.kernels.vectors import (
     added,
@@ -41,7 +42,6 @@ from penstock.worker.backends.cpu.kernels.vectors import (
     splat,
     store_floats,
     times,
-    times_add,
 )
 
 STAGES = 5
@@ -103,64 +103,6 @@ def _placed(vector, norm, epsilon, angles, normed, answer):  # type: ignore[no-u
         _turn(normed, angles[0], angles[1], answer)
     else:
         _turn(vector, angles[0], angles[1], answer)
-
-
-@numba.njit(**OPTIONS)
-def _weigh(scores, count, best, shares):  # type: ignore[no-untyped-def]
-    """Scores of a block as exponentials; the new maximum, the old ones' share and their sum."""
-    peak = best
-    for slot in range(count):
-        peak = max(peak, scores[slot])
-    subtotal = np.float32(0.0)
-    for first in range(0, count, _LANES):
-        weights = exponential(less(load_floats(scores, first), splat(peak)))
-        store_floats(shares, first, weights)
-        for slot in range(first, min(count, first + _LANES)):
-            subtotal += shares[slot]
-    return peak, subtotal
-
-
-@numba.njit(**OPTIONS)
-def _attend(query, seen, keys, values, table, layout, scratch, answer):  # type: ignore[no-untyped-def]
-    """One head of one row over its context, rescaled as the maximum grows."""
-    start, context, scale = seen
-    width, stride, token, tokens = layout
-    scores, shares = scratch
-    best, weight = np.float32(-np.inf), np.float32(0.0)
-    for i in range(width):
-        answer[i] = np.float32(0.0)
-    for block in range(start // tokens, (context + tokens - 1) // tokens):
-        base = np.int64(table[block]) * stride
-        low = max(0, start - block * tokens)
-        high = min(tokens, context - block * tokens)
-        count = high - low
-        for slot in range(low, high):
-            key = floats_at(keys + (base + slot * token) * _BYTES, width)
-            scores[slot - low] = dot(query, key, width) * scale
-        peak, subtotal = _weigh(scores, count, best, shares)
-        shrink = np.float32(0.0) if best == -np.inf else np.exp(best - peak)
-        weight = weight * shrink + subtotal
-        best = peak
-        _add_values(answer, shrink, shares, values + (base + low * token) * _BYTES, count, token)
-    for i in range(width):
-        answer[i] /= weight
-
-
-@numba.njit(**OPTIONS)
-def _add_values(answer, shrink, shares, address, count, token):  # type: ignore[no-untyped-def]
-    width = answer.shape[0]
-    even = width - width % _LANES
-    for i in range(0, even, _LANES):
-        sums = times(load_floats(answer, i), splat(shrink))
-        for slot in range(count):
-            value = floats_at(address + slot * token * _BYTES, width)
-            sums = times_add(load_floats(value, i), splat(shares[slot]), sums)
-        store_floats(answer, i, sums)
-    for i in range(even, width):
-        one = answer[i] * shrink
-        for slot in range(count):
-            one += floats_at(address + slot * token * _BYTES, width)[i] * shares[slot]
-        answer[i] = one
 
 
 @numba.njit(**OPTIONS)
@@ -264,7 +206,7 @@ def _see(layer, numbers, count, angles, held, shared, own, counters):  # type: i
         for head in range(kv_head * members, (kv_head + 1) * members):
             vector = packed[row, head * width : (head + 1) * width]
             _placed(vector, layer[QUERY_NORM], epsilon, turns, normed, query)
-            _attend(
+            attend(
                 query,
                 (start, context, scale),
                 layer[KEYS] + head_at,
