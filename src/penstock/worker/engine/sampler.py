@@ -64,7 +64,7 @@ class Sampler:
         """
         answer = Sampled([], [])
         if rows is None and masks is None and all(map(_is_plain, sequences)):
-            answer.tokens.extend(best_tokens(logits).tolist())
+            answer.tokens.extend(self.best(logits).tolist())
             answer.logprobs.extend(self.chosen_logprobs(logits, answer.tokens, sequences))
             return answer
         for own, few, masked in self._portions(logits, sequences, masks, rows):
@@ -73,12 +73,16 @@ class Sampler:
             answer.logprobs.extend(self._logprobs(own, tokens, [s.request.sampling for s in few]))
         return answer
 
+    def best(self, logits: Tensor) -> Tensor:
+        """The first of the largest in each row; a row with what is no number has that."""
+        return logits.argmax(dim=-1)
+
     def choose(
         self, logits: Tensor, sequences: list[RequestState], masks: Masks | None = None
     ) -> Tensor:
         """The tokens, on the logits' device. Waits for nothing, but for `wants_host` sequences."""
         if masks is None and all(map(_is_plain, sequences)):
-            return best_tokens(logits)  # which needs no memory, so no slices
+            return self.best(logits)  # which needs no memory, so no slices
         parts = [
             self._choose_slice(*portion)
             for portion in self._portions(logits, sequences, masks, None)
@@ -142,7 +146,7 @@ class Sampler:
         if masked:
             shaped = logits.clone() if shaped is logits else shaped
             self._apply_masks(shaped, masked)
-        tokens = best_tokens(shaped)
+        tokens = self.best(shaped)
         random = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
         if len(random) == len(sequences):
             return self._draw(shaped.float(), sequences)
@@ -294,13 +298,6 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def best_tokens(logits: Tensor) -> Tensor:
-    """The first of the largest in each row; a row with what is no number has that."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as quick
-    return logits.argmax(dim=-1)
 
 
 def _is_plain(sequence: RequestState) -> bool:

@@ -19,10 +19,10 @@ from penstock.worker.backends.cpu.kernels.memory import EXPERT_ROWS, past_tokens
 from penstock.worker.backends.cpu.mapped_weights import copied_bytes
 from penstock.worker.backends.cpu.meter import MANY_ROWS, RamMeter
 from penstock.worker.backends.cpu.ranges import RamRange
+from penstock.worker.backends.cpu.sampler import CpuSampler
 from penstock.worker.backends.cpu.step_lock import STEP_LOCK
 from penstock.worker.backends.cpu.thread_count import CountedSteps, LinuxCores, ThreadCount
 from penstock.worker.backends.executor import BlockingExecutor
-from penstock.worker.engine.sampler import Sampler
 from penstock.worker.models.kernels.flat import attend_flat
 from penstock.worker.models.kernels.reference import ReferenceKernels
 
@@ -88,7 +88,7 @@ class CpuBackend(Backend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.host_memory = PlainMemory()
-        self.sampler = Sampler()
+        self.sampler = CpuSampler()
 
     @property
     def processor(self) -> str:

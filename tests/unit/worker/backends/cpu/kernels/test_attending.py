@@ -77,10 +77,10 @@ def test_it_is_softmax_over_what_is_seen(
         query, (start, context, scale), *(part.address + head * width * 4 for part in own),
         table, (width, tokens * kv_heads * width, kv_heads * width, tokens), tuple(scratch), answer,
     )  # fmt: skip
-    seen = [
+    seen_keys, seen_values = (
         part[table].reshape(-1, kv_heads, width)[start:context, head] for part in (keys, values)
-    ]
-    expected = reference(query, *seen, float(scale))
+    )
+    expected = reference(query, seen_keys, seen_values, float(scale))
     np.testing.assert_allclose(answer, expected, rtol=0, atol=2e-5 * max(1.0, spread))
 
 
