@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NEW, PROMPT, WARM_STEPS = 48, 200, 4
 PEER = Path(__file__).with_name("cpu_peer_llama.py")
-MEASURES = ("decode", 1), ("decode", 8), ("prefill", 512), ("prefill", 2000)
+MEASURES = "decode 1", "decode 8", "prefill 512", "prefill 2000"
 
 
 class Side:
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--claim", default="cpu_peer_starter")
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
@@ -81,21 +82,27 @@ def main() -> None:
         record("cpu_peer_http", found)
         return
     for folder in options.models:
-        record(options.claim, _compare(options.peer, folder, options.threads, options.rounds))
+        record(options.claim, _compare(options, folder))
 
 
-def _compare(peer: str, folder: Path, threads: int, rounds: int) -> dict[str, Any]:
-    file = next(folder.glob("*.gguf"))
+def _compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    file, threads = next(folder.glob("*.gguf")), options.threads
     plain = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
     how = ["--ours", "--models", str(folder), "--threads", str(threads)]
     ours = Side([sys.executable, "-m", __spec__.name, *how], {**plain, **WORKER_ENVIRONMENT})
-    theirs = Side([peer, str(PEER), str(file), str(threads)], plain)
+    theirs = Side([options.peer, str(PEER), str(file), str(threads)], plain)
     figures: dict[str, Any] = {"model": folder.name, "llama-cpp-python": theirs.about[0]}
-    for what, size in MEASURES:
+    figures["threads"] = threads
+    for measure in options.measures:
+        what, size = measure.split()
         for side in (ours, theirs):
-            side.measure(what, size)  # warms up
-        pairs = [(ours.measure(what, size), theirs.measure(what, size)) for _ in range(rounds)]
-        figures[f"{what} {size}, tokens/s"] = _row(*zip(*pairs, strict=True))
+            side.measure(what, int(size))  # warms up
+        pairs = [
+            (ours.measure(what, int(size)), theirs.measure(what, int(size)))
+            for _ in range(options.rounds)
+        ]
+        figures[f"{measure}, tokens/s"] = row = _row(*zip(*pairs, strict=True))
+        sys.stderr.write(f"{folder.name}, {measure}: {row}\n")
     mib = [round(side.measure("resident") / (1 << 20)) for side in (ours, theirs)]
     bases = [round(side.measure("base") / (1 << 20)) for side in (ours, theirs)]
     figures["resident beyond the base, MiB"] = _plain(mib)
@@ -135,6 +142,7 @@ def _ours(folder: Path, threads: int) -> Callable[[str, int, int], float]:
     from penstock.worker import preload  # noqa: F401 - the base is that of a worker
     from penstock.worker.loading import load
     from penstock.worker.process_memory import resident_bytes
+    from penstock.worker.profiling import short
 
     base = resident_bytes()[0]
     spec = LoadSpec(
@@ -144,6 +152,8 @@ def _ours(folder: Path, threads: int) -> Callable[[str, int, int], float]:
         step_tokens=512,
         step_sequences=16,
     )
+    # What steps cost in bytes is not measured here: a first profile, of steps as large as asked.
+    short.limits_of = lambda context, step_s: context.limits
     engine, context = load(spec, lambda *_: None)
 
     def measure(what: str, size: int, new: int) -> float:
