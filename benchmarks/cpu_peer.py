@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.worker.core.engine import GenerateEngine
 
 NEW, PROMPT, WARM_STEPS = 48, 200, 4
+CONTEXT = 4096  # tokens of KV that either side has
 PEER = Path(__file__).with_name("cpu_peer_llama.py")
 MEASURES = "decode 1", "decode 8", "prefill 512", "prefill 2000"
 
@@ -148,6 +149,7 @@ def _ours(folder: Path, threads: int) -> Callable[[str, int, int], float]:
     spec = LoadSpec(
         *(folder.name, str(folder), "cpu", "float32"),
         memory_bytes=1 << 30,
+        kv_tokens=CONTEXT,
         threads=threads,
         step_tokens=512,
         step_sequences=16,

@@ -198,6 +198,8 @@ def warm_up(threads: int) -> None:
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     for part in COMPILED:
         part()
+    # With its first threads Numba tells OpenMP, and so torch, to use as many as there are cores.
+    torch.set_num_threads(threads)
 
 
 def _warm_up_rows() -> None:
