@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -87,3 +89,17 @@ def test_experts_are_taken_in_slices_whatever_the_router_says(name: str) -> None
         torch.testing.assert_close(
             ours(rows, chosen, shares), experts(rows, chosen, shares), rtol=1e-4, atol=1e-6
         )
+
+
+THREADS = """
+import torch
+torch.set_num_threads(1)
+from penstock.worker.backends.cpu.kernels.cpu_kernels import CpuKernels
+CpuKernels()
+print(torch.get_num_threads())
+"""
+
+
+def test_torch_keeps_its_number_of_threads_when_numba_starts_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, check=True)
+    assert done.stdout.split() == [b"1"]
