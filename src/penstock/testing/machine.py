@@ -117,5 +117,6 @@ def make_context(
         row_bytes=64,
         routes=False,
         fingerprint="f" * 64,
+        weight_bytes=1 << 30,
         drafts=drafts,
     )

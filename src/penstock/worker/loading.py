@@ -211,6 +211,7 @@ def _profile_context(
         row_bytes=model.text.hidden_size * model.dtype.itemsize,
         routes=routing_matters(model.module),
         fingerprint=model.fingerprint,
+        weight_bytes=model.weight_bytes,
         drafts=drafts,
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
         repeats=2 if cheap else 4,

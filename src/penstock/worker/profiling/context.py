@@ -38,6 +38,7 @@ class ProfileContext:
     row_bytes: int  # of a token between two layers
     routes: bool  # the model sends tokens to experts
     fingerprint: str
+    weight_bytes: int
     drafts: int = 0  # of one sequence, at most
     # For steps that are measured: the model with few of its layers, and how often each is tried.
     shallow: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.worker.profiling.stress import StepBounds
 
 ENOUGH_S = 10.0  # a whole profile that takes no longer is measured at once
+SMALL_BYTES = 32 << 20  # of weights; steps of such models are quick, however slow the moment
 _FULL_STEPS = 50  # that a whole profile takes, about
 _STEP_S = 0.25  # of a step's tokens, without far contexts
 _MARGIN = 1.25  # beyond the most that was measured
@@ -33,6 +34,8 @@ def limits_of(context: ProfileContext, step_s: float) -> StepLimits | None:
     limits = context.limits
     each = step_s / MIN_STEP_TOKENS
     if context.backend.full_steps_are_cheap or context.spec.profile_dir is None:
+        return None
+    if context.weight_bytes < SMALL_BYTES:
         return None
     if each * limits.tokens * _FULL_STEPS <= ENOUGH_S or limits.tokens <= MIN_STEP_TOKENS:
         return None

@@ -34,6 +34,12 @@ def test_without_a_place_to_keep_the_rest_all_is_measured_at_once() -> None:
     assert short.limits_of(make_context(Machine(), 128 * MIB), 1.0) is None
 
 
+def test_a_small_model_is_measured_at_once_however_slow_the_moment(tmp_path: Path) -> None:
+    context = make_context(Machine(), 128 * MIB, profile_dir=str(tmp_path))
+    small = dataclasses.replace(context, weight_bytes=short.SMALL_BYTES - 1)
+    assert short.limits_of(small, 9.0) is None
+
+
 def test_every_step_is_said_to_cost_what_the_largest_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
