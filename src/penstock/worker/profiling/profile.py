@@ -8,9 +8,8 @@
                than was measured, everything does
 
 A stored profile skips the first three; on a CPU also the fourth, once a load has passed it: what
-libraries take for themselves at their largest step, and what is read later, is kept free then.
-What does not fit is made smaller before the model is refused: the step is halved, then the KV
-shrinks. An engine cannot be made without a `Profile`.
+libraries take for themselves at their largest step, and what is read later, is kept free then. What
+does not fit is made smaller before a refusal: the step is halved, then the KV shrinks.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from penstock.memory.cost import CostModel, Measured, fit
 from penstock.worker.backends.caps import is_out_of_memory
 from penstock.worker.core.drafts.lookup import INDEX_BYTES
 from penstock.worker.core.profile import Profile
-from penstock.worker.kv.groups import cost_of
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.store import StoredProfile
 from penstock.worker.profiling.stress import StepBounds, StepShapeTrial, Stress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from penstock.worker.core.plan import StepLimits
-    from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.models.verify import Kept
     from penstock.worker.profiling.context import ProfileContext
 
 log = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ def profile(context: ProfileContext) -> Profile:
     return dataclasses.replace(found, kept_bytes=max(0, found.held_bytes - before))
 
 
-def remember(context: ProfileContext, found: Profile, layers: Mapping[int, LayerGeometry]) -> None:
+def remember(context: ProfileContext, found: Profile, kept: Kept) -> None:
     """Keep a profile for later loads, once the model has passed all that a load asks of it."""
     if found.proven:
         return
@@ -87,7 +85,9 @@ def remember(context: ProfileContext, found: Profile, layers: Mapping[int, Layer
         step_tokens=found.limits.tokens,
         step_sequences=found.limits.sequences,
         cost=found.cost,
-        layers=tuple(layers.items()),
+        layers=tuple(kept.attention.items()),
+        states=tuple(kept.states.items()),
+        prompts_differ=kept.prompts_differ,
         times=found.times,
         proven=not found.shrunk,  # otherwise the next load tries again
         kept_bytes=found.kept_bytes,
@@ -202,9 +202,9 @@ def _measure(
     context.meter.drop_caches()
     if failed:
         return None
-    kv = cost_of(context.memory.groups, limits.tokens)
     # The floor costs no KV, which has what the largest step leaves.
-    return fit(points, kv, floor=context.meter.floor_bytes, row_bytes=context.row_bytes)
+    kv, floor = context.memory.cost(limits.tokens), context.meter.floor_bytes
+    return fit(points, kv, floor=floor, row_bytes=context.row_bytes)
 
 
 def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> Profile:
@@ -251,7 +251,7 @@ def _committed(context: ProfileContext, size_bytes: int) -> int:
 
 def _tokens_in(context: ProfileContext, limits: StepLimits, size_bytes: int) -> int:
     """The longest sequence that KV of that size holds."""
-    context.kv.cost = cost_of(context.memory.groups, limits.tokens)
+    context.kv.cost = context.memory.cost(limits.tokens)
     context.kv.set_limit(size_bytes)
     if size_bytes < context.kv.limit_bytes:
         return 0
@@ -265,7 +265,7 @@ def _share_taken(context: ProfileContext, found: Profile) -> float | None:
     context.cap.move(found.kv_bytes, found.step_bytes)
     share = None
     stress = _open(context, found.limits)
-    rest: list[list[int]] = [[] for _ in kv.groups]
+    rest: list[list[int]] = []
     try:
         with context.memory.untouched():  # to fetch tens of GiB takes as long as all the rest
             rest = kv.lend_rest()
@@ -362,7 +362,7 @@ def _too_large(
     spec, memory = context.spec, context.memory
     token_bytes = sum(group.token_bytes for group in memory.groups)
     step = _largest_step(context, limits, cost) if cost is not None else spec.memory_bytes + 1
-    needed = step + HOST_BYTES + 2 * token_bytes * memory.block_tokens
+    needed = step + HOST_BYTES + 2 * (token_bytes * memory.block_tokens + memory.state_bytes)
     knobs = {
         "memory.limit leaves this model": f"{spec.memory_bytes} bytes",
         "models.step_tokens": f"{spec.step_tokens} (tried down to {limits.tokens})",
@@ -375,10 +375,11 @@ def _too_large(
     }
     told = "; ".join(f"{name} = {value}" for name, value in knobs.items())
     measured = f"{step} bytes" if cost is not None else "more than the grant"
+    state = f" and a state {memory.state_bytes}" if memory.state_bytes else ""
     return ModelTooLarge(
         f"{spec.name} does not fit its memory: {why}. A step of {limits.tokens} tokens and "
         f"{limits.sequences} sequences takes {measured}, a token of KV "
-        f"{token_bytes} bytes. The knobs: {told}.",
+        f"{token_bytes} bytes{state}. The knobs: {told}.",
         numbers={
             "reason": "memory",
             "needed_bytes": needed,

@@ -20,6 +20,7 @@ from penstock.worker.kv.arena import LayerGeometry
 from penstock.worker.kv.cache import KvCache
 from penstock.worker.kv.groups import LayerGroup, cost_of
 from penstock.worker.kv.memory import KvMemory
+from penstock.worker.models.verify import Kept
 from penstock.worker.profiling.context import ProfileContext
 from penstock.worker.profiling.profile import (
     HOST_BYTES,
@@ -185,7 +186,7 @@ def test_times_of_rows_are_measured_once_and_kept(tmp_path: Path) -> None:
         found = profile(context)
         machine.steps.clear()
         found = with_times(context, found)
-        remember(context, found, {})
+        remember(context, found, Kept({}, {}))
         return found, machine
 
     first, machine = loaded(15)
@@ -294,7 +295,7 @@ def load(machine: Machine, memory_bytes: int, directory: Path) -> Profile:
     """A load that comes to its end."""
     context = make_context(machine, memory_bytes, profile_dir=str(directory))
     found = profile(context)
-    remember(context, found, LAYERS)
+    remember(context, found, Kept(LAYERS, {}))
     return found
 
 
