@@ -80,7 +80,7 @@ def _load(folder: Path, threads: int) -> ProfileContext:
     backend = open_backend("cpu")
     loading._prepare_torch(threads)
     model = loading._load_model(spec, backend, lambda *_: None, LoadPhases())
-    return loading._profile_context(spec, backend, model, loading._geometry(spec, backend, model))
+    return loading._profile_context(spec, backend, model, loading._kept(spec, backend, model))
 
 
 def _steps(context: ProfileContext, streams: int) -> list[float]:

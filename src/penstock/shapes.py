@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from penstock import hybrid_shapes
 from penstock.errors import ModelUnusable, UnknownModel, shortened
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4,
         tie_word_embeddings=False,
     ),
+    **hybrid_shapes.SHAPES,
 }
 
 
@@ -175,9 +177,15 @@ def shape_config(name: str) -> dict[str, Any]:
 def count_parameters(config: dict[str, Any]) -> int:
     """Exactly the parameters that transformers builds for a configuration of an offered family."""
     family = config.get("model_type")
+    try:
+        if (hybrid := hybrid_shapes.count_parameters(config)) is not None:
+            return hybrid
+    except KeyError as missing:
+        raise ModelUnusable(f"The shape has no {missing.args[0]}.") from None
     if family not in ("llama", "qwen3", "qwen3_moe"):
         raise ModelUnusable(
-            f"Random weights exist for llama, qwen3 and qwen3_moe shapes, not for {family!r}."
+            f"Random weights exist for llama, qwen3, qwen3_moe, qwen3_5_text, qwen3_next, lfm2 and "
+            f"mamba2 shapes, not for {family!r}."
         )
     try:
         hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -401,7 +401,7 @@ def test_a_token_beyond_the_vocabulary_fails_its_own_request_alone(
     [
         ("falcon", "models of type falcon have attention code of their own"),
         ("bloom", "3 of 3 layers compute attention in a way that penstock cannot page"),
-        ("mamba2", "has layers of kind linear_attention; penstock serves"),
+        ("mamba", "3 of 3 layers keep a recurrent state in a way that penstock does not know"),
         ("llama4_text", "has layers of kind chunked_attention; penstock serves"),
         ("bert", "computes attention in a way penstock does not know"),
     ],

@@ -19,6 +19,7 @@ from penstock.catalog.geometry import read_geometry
 from penstock.catalog.kv_formats import KvFormat, KvLayers
 from penstock.catalog.linear_formats import check_quantisation, quantisation
 from penstock.catalog.random_tensors import random_tensors
+from penstock.catalog.states import NOMINAL_TOKEN_BYTES, StateLayer, slot_bytes
 from penstock.catalog.weights import (
     ITEM_BYTES,
     Weights,
@@ -54,6 +55,7 @@ class Card:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float]  # the author's, where the folder has them
     source: str  # where it came from, as `pull` spells it
+    states: tuple[StateLayer, ...] = ()  # what recurrent layers keep of a sequence of any length
     encoder: Encoder | None = None  # of a kind that answers with vectors or scores
 
     def vector_facts(self) -> dict[str, object]:
@@ -93,8 +95,11 @@ class Card:
         format that layers are rounded to at load, if any; `kind`: of the device."""
         return self.weights.bytes_as(dtype, made, kind)
 
-    def kv_cost(self, form: KvFormat, block_tokens: int, context: int, step_tokens: int) -> KvCost:
-        """What KV costs in a format, when `context` tokens are served."""
+    def kv_cost(
+        self, form: KvFormat, block_tokens: int, context: int, step_tokens: int, dtype: str = ""
+    ) -> KvCost:
+        """What KV costs in a format, when `context` tokens are served and computed in `dtype`, by
+        default that of KV."""
         if self.encoder is not None:
             return KvCost((), block_tokens)
         sizes: dict[int | None, int] = {}
@@ -102,6 +107,9 @@ class Card:
             window = layers.window
             key = None if window is None or window >= context else window
             sizes[key] = sizes.get(key, 0) + layers.size_bytes(form)
+        if self.states and not self.kv_layers:
+            sizes = {None: NOMINAL_TOKEN_BYTES}
+        item_bytes = ITEM_BYTES.get(dtype or form.name, form.item_bytes)
         ordered = sorted(sizes.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
         return KvCost(
             groups=tuple(
@@ -110,6 +118,7 @@ class Card:
             ),
             block_tokens=block_tokens,
             chunk_tokens=min(step_tokens, MAX_CHUNK_TOKENS),
+            state_bytes=slot_bytes(n for layer in self.states for n in layer.sizes(item_bytes)),
         )
 
 
@@ -137,6 +146,7 @@ def read_card(path: Path, name: str | None = None) -> Card:
         context=geometry.context,
         layers=geometry.layers,
         kv_layers=geometry.kv_layers,
+        states=geometry.states,
         hidden_size=geometry.hidden_size,
         vocab_size=geometry.vocab_size,
         eos_token_ids=_eos_token_ids(generation, config, path),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.catalog.kv_formats import KvLayers
+from penstock.catalog.states import StateLayer, read_states
 from penstock.errors import ModelUnusable
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ WINDOW = (
     "max_seq_len",
     "max_sequence_length",
     "seq_length",
+    "model_max_length",
 )
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
@@ -56,6 +58,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
     },
+    # It has no end of its own.
+    "mamba2": {"max_position_embeddings": 131072},
     "phi3": {"original_max_position_embeddings": 4096},
     "phi4_multimodal": {"original_max_position_embeddings": 4096},
 }
@@ -94,6 +98,7 @@ class Geometry:
     context: int
     layers: tuple[str, ...]
     kv_layers: tuple[KvLayers, ...]  # by how far they look back
+    states: tuple[StateLayer, ...] = ()  # of recurrent layers, whatever a text's length is
 
 
 class Fields:
@@ -166,6 +171,7 @@ def read_geometry(config: dict[str, Any], path: Path, *, keeps_kv: bool = True) 
         context=_window(fields),
         layers=layers,
         kv_layers=_kv_layers(fields, layers) if keeps_kv else (),
+        states=read_states(fields, layers) if keeps_kv else (),
     )
 
 
@@ -218,10 +224,13 @@ def _ropes(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _layer_kinds(fields: Fields) -> tuple[str, ...]:
-    count = fields.count(*LAYERS)
     named = fields.get("layer_types", "layers_block_type")
     if named is None and isinstance(pattern := fields.get("hybrid_override_pattern"), str):
         named = [_NEMOTRON_LETTERS.get(letter, "full_attention") for letter in pattern]
+    given = fields.optional_count(*LAYERS)
+    if given is None and isinstance(named, list) and named:
+        given = len(named)  # some files only list them
+    count = given or fields.count(*LAYERS)
     if named is None:
         return _derived_kinds(fields, count)
     if not isinstance(named, list) or len(named) < count:

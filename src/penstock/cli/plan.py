@@ -76,6 +76,12 @@ def _work_out(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _state(answer: dict[str, Any]) -> str:
+    """What a model with recurrent layers keeps beside; "" of another."""
+    each = answer["state_bytes_per_sequence"]
+    return f" and {size(each)} of state a sequence" if each else ""
+
+
 def _lines(answer: dict[str, Any]) -> list[str]:
     how = "measured" if answer["loaded"] else "estimated; a load measures it"
     stored = ", ".join([*answer["formats"], f"{size(answer['stored_bytes'])} stored"])
@@ -89,7 +95,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
         return [*lines, f"  no KV: each text, up to {answer['window']} tokens, is computed whole"]
     lines += [
         f"  {size(answer['kv_bytes'])} for KV in {answer['kv_dtype']} at "
-        f"{size(answer['kv_bytes_per_token'])} a token of {answer['context']}",
+        f"{size(answer['kv_bytes_per_token'])} a token of {answer['context']}{_state(answer)}",
         f"  longest context: {answer['longest_context']} of {answer['window']} tokens",
         f"  at once: {answer['concurrency_at_context']} sequences of {answer['context']} tokens",
     ]

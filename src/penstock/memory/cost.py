@@ -60,7 +60,8 @@ class GroupCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvCost(msgspec.Struct, frozen=True):
-    """What KV costs, in bytes: per token, for windowed layers up to a cap, in whole blocks.
+    """What a sequence keeps, in bytes: KV per token, for windowed layers up to a cap, in whole
+    blocks; and the state of recurrent layers, which is the same for any length.
 
     Blocks of a chunk that is being computed come on top of a windowed group's cap. They are there
     once, however many sequences run: `chunk_bytes` are kept free for them.
@@ -69,6 +70,7 @@ class KvCost(msgspec.Struct, frozen=True):
     groups: tuple[GroupCost, ...]
     block_tokens: int
     chunk_tokens: int = 0  # of windowed groups, kept free beside all sequences
+    state_bytes: int = 0  # of each sequence, whatever its length
 
     @property
     def token_bytes(self) -> int:
@@ -85,8 +87,9 @@ class KvCost(msgspec.Struct, frozen=True):
         """As it is published: its parts, and what a token of a sequence of so many takes."""
         tokens = max(1, -(-tokens // self.block_tokens)) * self.block_tokens
         return {
-            "kv_bytes_per_token": self.sequence(tokens) // tokens,
+            "kv_bytes_per_token": (self.sequence(tokens) - self.state_bytes) // tokens,
             "kv_fixed_bytes": self.chunk_bytes,
+            "state_bytes_per_sequence": self.state_bytes,
             "kv_groups": [
                 {
                     "bytes_per_token": group.block_bytes // self.block_tokens,
@@ -100,19 +103,21 @@ class KvCost(msgspec.Struct, frozen=True):
 
     def sequence(self, tokens: int) -> int:
         """The most bytes that a sequence of so many tokens holds."""
-        return sum(
+        return self.state_bytes + sum(
             group.blocks(tokens, self.block_tokens) * group.block_bytes for group in self.groups
         )
 
     def tokens_within(self, size_bytes: int) -> int:
         """The longest sequence, in whole blocks, that so many bytes hold."""
-        if not self.groups:
+        if not self.groups and not self.state_bytes:
             return MAX_TOKENS  # nothing is kept
-        if size_bytes <= 0:
+        if size_bytes <= 0 or size_bytes < self.state_bytes:
             return 0
+        if not self.groups:
+            return MAX_TOKENS
         if all(group.window is None for group in self.groups):
             each = max(1, sum(group.block_bytes for group in self.groups))
-            return size_bytes // each * self.block_tokens
+            return (size_bytes - self.state_bytes) // each * self.block_tokens
         low, high = 0, MAX_TOKENS // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -134,7 +139,8 @@ class KvCost(msgspec.Struct, frozen=True):
                  |/  |/    |/  |
 
         Sequences are counted by what they have in their last block, so that the sum needs no second
-        loop over them. Windowed groups are counted with what each sequence comes to at most.
+        loop over them. Windowed groups are counted with what each sequence comes to at most, and
+        states as they are.
         """
         size = self.block_tokens
         full = sum(group.block_bytes for group in self.groups if group.window is None)
@@ -146,6 +152,7 @@ class KvCost(msgspec.Struct, frozen=True):
             in_last_block[now % size] += 1
             blocks, rest = divmod(remaining, size)
             begun = sum(n * -(-(has + rest) // size) for has, n in enumerate(in_last_block))
+            capped += self.state_bytes
             capped += sum(g.blocks(now + remaining, size) * g.block_bytes for g in windowed)
             peak = max(peak, (whole + count * blocks + begun) * full + capped)
         return peak

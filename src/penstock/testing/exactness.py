@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.wire import LoadSpec, Sampling, Submit
 from penstock.worker.core.plan import Plan
-from penstock.worker.kv.arena import Arena
+from penstock.worker.kv.arena import Arena, ByteArena
 from penstock.worker.kv.blocks import BlockPool
 from penstock.worker.kv.layout.rounding import restored, rounded
+from penstock.worker.kv.states.memory import StateMemory
 from penstock.worker.loading import load_engine
 
 if TYPE_CHECKING:
@@ -284,28 +285,36 @@ def poisoned_blocks() -> Iterator[None]:
     """Within it, memory that no running sequence has written reads as NaN.
 
     Fresh extents and blocks that are given back are filled with it, so a kernel that reads one
-    slot too many gives an answer that nobody can take for right.
+    slot too many gives an answer that nobody can take for right. So are slots of states.
     """
-    commit, give = Arena.commit, BlockPool.give
+    commit, give = ByteArena.commit, BlockPool.give
 
-    def poisoned_commit(arena: Arena, extent: int) -> None:
+    def poisoned_commit(arena: ByteArena, extent: int) -> None:
         commit(arena, extent)
         first = extent * arena.extent_blocks
         _poison(arena, slice(first, first + arena.extent_blocks))
 
     def poisoned_give(pool: BlockPool, blocks: Sequence[int]) -> None:
         give(pool, blocks)
-        if blocks and isinstance(pool._backing, Arena):  # and not trays
-            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.layers[0].keys.device))
+        if blocks and isinstance(pool._backing, ByteArena):  # and not trays
+            _poison(pool._backing, torch.tensor(blocks, device=pool._backing.place))
 
     with (
-        mock.patch.object(Arena, "commit", poisoned_commit),
+        mock.patch.object(ByteArena, "commit", poisoned_commit),
         mock.patch.object(BlockPool, "give", poisoned_give),
     ):
         yield
 
 
-def _poison(arena: Arena, blocks: slice | Tensor) -> None:
+def _poison(arena: ByteArena, blocks: slice | Tensor) -> None:
     arena.device.synchronize()  # they may be on their way to a tray
-    for view in (view for layer in arena.layers for view in layer.floats):
+    for view in _floats(arena):
         view[blocks] = float("nan")
+
+
+def _floats(arena: ByteArena) -> list[Tensor]:
+    if isinstance(arena, StateMemory):
+        both = [(layer.columns, layer.matrices) for layer in arena.layers.values()]
+        return [view for pair in both for view in pair if view is not None]
+    assert isinstance(arena, Arena)
+    return [view for layer in arena.layers for view in layer.floats]

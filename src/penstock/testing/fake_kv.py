@@ -10,7 +10,7 @@ from penstock.worker.kv.groups import LayerGroup, cost_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.worker.core.plan import Plan
+    from penstock.worker.core.plan import Plan, Slice
     from penstock.worker.core.scheduler import Scheduler
     from penstock.worker.core.sequence import Ended
 
@@ -23,13 +23,13 @@ class FakeMemory:
     full = False
 
     def __init__(
-        self, group: LayerGroup, blocks: int, extent_blocks: int, *, commits_slowly: bool = False
+        self, block_bytes: int, blocks: int, extent_blocks: int, *, commits_slowly: bool = False
     ) -> None:
         self.blocks = blocks
         self.step_extents = 1 if commits_slowly else None
         self.commits = 0
         self.extent_blocks = extent_blocks
-        self.block_bytes = group.block_bytes
+        self.block_bytes = block_bytes
         self.moves: list[dict[int, int]] = []
         self.content: dict[tuple[int, int], int] = {}  # by block and slot
 
@@ -58,7 +58,7 @@ class FakeMemory:
 class FakeKv:
     """A cache over fake memories; what a step computes is a hash of everything up to that token."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a cache may have
         self,
         blocks: int,
         block_tokens: int,
@@ -67,22 +67,33 @@ class FakeKv:
         extent_blocks: int = 2,
         step_tokens: int = 16,
         commits_slowly: bool = False,
+        state_bytes: int = 0,
     ) -> None:
-        """`blocks` of all groups together can be held, beside what a chunk needs."""
+        """`blocks` of all groups together can be held, beside what a chunk needs; and a state of
+        that size, where layers have one."""
         self.block_tokens = block_tokens
         self.groups = [
             LayerGroup((number,), window, TOKEN_BYTES * (1 + number), block_tokens)
             for number, window in enumerate(windows)
         ]
-        total = blocks + 1 if tuple(windows) == (None,) else 4 * blocks + 256
+        alone = tuple(windows) == (None,) and not state_bytes
+        total = blocks + 1 if alone else 4 * blocks + 256
         self.memories = [
-            FakeMemory(group, total, extent_blocks, commits_slowly=commits_slowly)
+            FakeMemory(group.block_bytes, total, extent_blocks, commits_slowly=commits_slowly)
             for group in self.groups
         ]
-        cost = cost_of(self.groups, step_tokens)
-        self.cache = KvCache(self.groups, self.memories, cost, 0)
+        self.states = None
+        if state_bytes:
+            self.states = FakeMemory(state_bytes, total, 1, commits_slowly=commits_slowly)
+        cost = cost_of(self.groups, step_tokens, state_bytes)
+        self.cache = KvCache(self.groups, self.memories, cost, 0, states=self.states)
         size = blocks * sum(group.block_bytes for group in self.groups)
-        self.cache.set_limit(self.cache.limit_for(size))
+        self.cache.set_limit(self.cache.limit_for(size + state_bytes))
+
+    @property
+    def all_memories(self) -> list[FakeMemory]:
+        """Of blocks and of states."""
+        return self.memories + ([] if self.states is None else [self.states])
 
     def compute(
         self, plan: Plan, truth: Mapping[int, list[int]], salts: Mapping[int, bytes]
@@ -91,6 +102,8 @@ class FakeKv:
         tokens of every request."""
         for piece in plan.slices:
             tokens = truth[piece.request_id]
+            if self.states is not None:
+                self._move_state(piece, tokens, self.states, salts.get(piece.request_id, b""))
             for number, (group, memory) in enumerate(zip(self.groups, self.memories, strict=True)):
                 state = hash(salts.get(piece.request_id, b""))
                 first = group.first_needed_block(piece.start) * self.block_tokens
@@ -105,6 +118,30 @@ class FakeKv:
                         memory.content[place] = state
                     elif position >= first:
                         assert memory.content.get(place) == state, "another's past, or none"
+
+    def _move_state(
+        self, piece: Slice, tokens: Sequence[int], memory: FakeMemory, salt: bytes
+    ) -> None:
+        """The state in the sequence's slot moves on over the slice, past places to be kept."""
+        slot, state = int(piece.state[0]), hash(salt)
+        kept = {snapshot.tokens: int(snapshot.place[0]) for snapshot in piece.snapshots}
+        assert slot, "a sequence has no slot"
+        assert all(piece.start < place <= piece.end for place in kept), "it is not in these rows"
+        for position, token in enumerate(tokens[: piece.end]):
+            if position and position == piece.start:
+                assert memory.content.get((slot, 0)) == state, "another's state, or none"
+            state = hash((state, token))
+            if position >= piece.start and position + 1 in kept:
+                assert kept[position + 1] != slot, "a snapshot is the state itself"
+                memory.content[kept[position + 1], 0] = state
+        memory.content[slot, 0] = state
+
+    def spoil_states(self, plan: Plan) -> None:
+        """A step failed behind some of its layers."""
+        if self.states is not None:
+            for piece in plan.slices:
+                for place in (piece.state, *(snapshot.place for snapshot in piece.snapshots)):
+                    self.states.content[int(place[0]), 0] = 0
 
 
 def absorb(

@@ -44,6 +44,36 @@ _EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+_DELTA_RULE: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_LATENT: dict[str, Any] = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_local_experts": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+
 # What each architecture has beyond the common fields; the key is its `model_type`.
 _PECULIAR: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -135,13 +165,66 @@ _PECULIAR: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+# Recurrent layers beside attention.
+_HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **_EXPERTS,
+        **_DELTA_RULE,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": {**_DELTA_RULE},
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA_RULE, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {**{k: v for k, v in _DELTA_RULE.items() if k != "head_dim"}},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4},
+    "bailing_hybrid": {**_LATENT, "head_dim": 16, "num_mtp_layers": 0, "n_group": 2},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        **_EXPERTS,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+    },
+    "falcon_h1": {**_MAMBA_2, "head_dim": 16, "mamba_d_ssm": 128},
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA_2,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "mamba", "mlp"],
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "time_step_limit": (0.05, 0.5),
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "expand": 2,
+    },
+}
+HYBRID = tuple(_HYBRID)
 SERVED = tuple(_PECULIAR)
 
 # Architectures whose attention cannot be paged this way: refused at load.
 _REFUSED: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False},
     "bloom": {"n_head": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "llama4_text": {
         "intermediate_size_mlp": 96,
         "num_local_experts": 2,
@@ -149,13 +232,28 @@ _REFUSED: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1],
     },
     "bert": {"is_decoder": False},
+    # Scans without a state to begin with, states beside the cache, layers that share a module.
+    "mamba": {"state_size": 8},
+    "jamba": {"mamba_d_state": 8, "num_experts": 2, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"]},
+    "minimax": {
+        "num_local_experts": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "zamba2": {
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_key_value_heads": 4,
+    },
 }
 REFUSED = tuple(_REFUSED)
 
 
 def config(architecture: str, **changes: Any) -> PretrainedConfig:
     """The configuration of a tiny model; `changes` replace its fields."""
-    peculiar = _PECULIAR.get(architecture) or _REFUSED.get(architecture) or {}
+    known = _PECULIAR | _HYBRID | _REFUSED
+    peculiar = known.get(architecture, {})
     fields = {**_COMMON, **peculiar, **changes}
     made: PretrainedConfig = AutoConfig.for_model(architecture, **fields)
     return made

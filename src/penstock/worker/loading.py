@@ -36,9 +36,11 @@ from penstock.worker.engine.grammar import Grammars
 from penstock.worker.kv.cache import KvCache
 from penstock.worker.kv.groups import cost_of, split_layers
 from penstock.worker.kv.identity import ModelFiles, numerics
+from penstock.worker.kv.layout.layer_states import StateLayout
 from penstock.worker.kv.memory import KvMemory
 from penstock.worker.kv.offload.disk_reader import DiskSpec
 from penstock.worker.kv.offload.tiers import KvOffload
+from penstock.worker.kv.states.memory import StateMemory
 from penstock.worker.load_phases import LoadPhases
 from penstock.worker.models import attention, verify
 from penstock.worker.models.build import (
@@ -48,6 +50,7 @@ from penstock.worker.models.build import (
     routing_matters,
     sliding_windows,
 )
+from penstock.worker.models.recurrent.hook import install
 from penstock.worker.models.shallow import first_layers
 from penstock.worker.process_memory import own_bytes
 from penstock.worker.profiling import store as profile_store
@@ -57,21 +60,19 @@ from penstock.worker.profiling.refining import Refinement
 from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transformers import PretrainedConfig, PreTrainedModel
 
     from penstock.wire import LoadSpec
     from penstock.worker.backends.base import Backend
     from penstock.worker.core.engine_contract import Progress
     from penstock.worker.core.profile import Profile
-    from penstock.worker.kv.arena import LayerGeometry
     from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.models.kernels.interface import Kernels
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
+_MAX_SLOTS = 1 << 16  # of states, with their snapshots
 EXTENTS = 128  # of an arena, if they are not larger than they need to be
 
 
@@ -86,20 +87,20 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
     backend = open_backend(spec.device)
     _prepare_torch(spec.threads)
     model = _load_model(spec, backend, progress, clock)
-    geometry = _geometry(spec, backend, model)
-    context = _profile_context(spec, backend, model, geometry)
+    kept = _kept(spec, backend, model)
+    context = _profile_context(spec, backend, model, kept)
     clock.ended("kernels")
     progress("profile", 0, 0)
     measured = with_times(context, profile(context))
     clock.ended("profile")
     ready = _ready(context, measured, model)
-    engine = _engine(context, measured, ready, geometry)
+    engine = _engine(context, measured, ready, kept)
     if not measured.proven:
         verify.compare_with_own_attention(
             *(model.module, context.executor, context.kv),
             *(model.text, ready.context, context.memory.format),
         )
-        remember(context, measured, geometry)
+        remember(context, measured, kept)
     booked = ready.weight_bytes + ready.graph_bytes + context.memory.committed_bytes
     ready.device_overhead_bytes = backend.overhead_bytes(booked)
     engine.open()
@@ -150,32 +151,44 @@ def _load_model(
     )
 
 
-def _geometry(spec: LoadSpec, backend: Backend, model: _LoadedModel) -> Mapping[int, LayerGeometry]:
-    """What each layer keeps of a token: known from an earlier load, or by a forward."""
+def _kept(spec: LoadSpec, backend: Backend, model: _LoadedModel) -> verify.Kept:
+    """What each layer keeps: known from an earlier load, or by a forward."""
     known = None
     if not backend.full_steps_are_cheap:
         known = profile_store.load(spec.profile_dir, model.fingerprint)
-    return dict(known.layers) if known is not None else verify.probe(model.module, model.text)
+    if known is None:
+        found = verify.probe(model.module, model.text)
+    else:
+        install(model.module)
+        found = verify.Kept(dict(known.layers), dict(known.states), known.prompts_differ)
+    if found.states and not backend.serves_states:
+        raise ModelUnusable(
+            f"{spec.name} has {len(found.states)} layers with a recurrent state, which penstock "
+            f'computes on CPUs only so far: load it with device = "cpu".'
+        )
+    return found
 
 
 def _profile_context(
-    spec: LoadSpec, backend: Backend, model: _LoadedModel, geometry: Mapping[int, LayerGeometry]
+    spec: LoadSpec, backend: Backend, model: _LoadedModel, kept: verify.Kept
 ) -> ProfileContext:
     """All that steps need, measured or not."""
     windows = sliding_windows(model.text)
     form = kv_format(spec.kv_dtype, _name(model.dtype))
     groups = split_layers(
-        {layer: shape.size_bytes(form) for layer, shape in geometry.items()},
+        {layer: shape.size_bytes(form) for layer, shape in kept.attention.items()},
         dict(enumerate(windows)),
         BLOCK_TOKENS,
         model.window,
         form,
     )
     addresses = _addresses(spec, groups, model.window)
-    memory = KvMemory(groups, geometry, form, backend, *addresses)
+    states = _states(spec, backend, kept, addresses[1])
+    memory = KvMemory(groups, kept.attention, form, backend, *addresses, states)
     tier = _tier(spec, backend, memory, model)  # it has buffers, so before measuring
-    cost = cost_of(groups, spec.step_tokens)
-    kv = KvCache(groups, memory.arenas, cost, spec.memory_bytes, tier)
+    cost = memory.cost(spec.step_tokens)
+    kv = KvCache(groups, memory.arenas, cost, spec.memory_bytes, tier, states)
+    kv.states.prompts_differ = kept.prompts_differ
     # Captures graphs, whose padded rows read the first block of each group: it is committed now.
     executor = backend.executor(
         Runner(model.module, memory, model.kernels, windows),
@@ -187,7 +200,8 @@ def _profile_context(
     spec = replace(spec, memory_bytes=max(0, spec.memory_bytes - executor.graph_bytes))
     kv.set_limit(spec.memory_bytes)
     mapped_bytes = model.weight_bytes - model.copied_bytes
-    drafts = backend.max_drafts if spec.speculation == "auto" else 0
+    # A wrong draft would leave its state behind.
+    drafts = backend.max_drafts if spec.speculation == "auto" and states is None else 0
     cheap = backend.full_steps_are_cheap
     return ProfileContext(
         spec=spec,
@@ -233,7 +247,7 @@ def _engine(
     context: ProfileContext,
     measured: Profile,
     ready: Ready,
-    geometry: Mapping[int, LayerGeometry],
+    kept: verify.Kept,
 ) -> GenerateEngine:
     backend, kv = context.backend, context.kv
     served = ServedModel(
@@ -242,7 +256,7 @@ def _engine(
         domain=backend.domain,
         step_target_s=context.spec.step_target_s,
         drafting=_drafting(context, measured),
-        idle_work=Refinement(context, measured, geometry) if measured.provisional else None,
+        idle_work=Refinement(context, measured, kept) if measured.provisional else None,
         calibrates=ready.queue_bytes > 0 and backend.full_steps_are_cheap,
     )
     memory = StepMemory(measured, context.meter, context.cap)
@@ -296,7 +310,10 @@ def _ready(context: ProfileContext, measured: Profile, model: _LoadedModel) -> R
 def _tier(
     spec: LoadSpec, backend: Backend, memory: KvMemory, model: _LoadedModel
 ) -> KvOffload | None:
-    """KV in RAM, for arenas that are elsewhere, and on disk."""
+    """KV in RAM, for arenas that are elsewhere, and on disk; without the states that belong to it,
+    KV would be of no use."""
+    if memory.states is not None:
+        return None
     tier_bytes = 0 if backend.is_process_memory else spec.tier_bytes
     made = spec.dtype if spec.dtype in MADE_AT_LOAD else ""  # of the files, by rounding
     processor = f"{backend.processor} {made}".strip()
@@ -327,6 +344,23 @@ def _addresses(
     # Small enough that whole extents waste little of the grant.
     size = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
     return blocks, min(size, largest) // EXTENTS
+
+
+def _states(
+    spec: LoadSpec, backend: Backend, kept: verify.Kept, extent_bytes: int
+) -> StateMemory | None:
+    """Slots for recurrent states, as many as the largest grant there may ever be has room for."""
+    if not kept.states:
+        return None
+    largest = max(spec.memory_bytes, spec.largest_memory_bytes or 0)
+    size = StateLayout(tuple(kept.states.values())).slot_bytes
+    if largest < 4 * size:
+        raise ModelTooLarge(
+            f"{spec.name} leaves {spec.memory_bytes} bytes for KV and steps, and the recurrent "
+            f"state of one sequence takes {size}: raise --memory.",
+            numbers={"needed_bytes": 4 * size, "limit_bytes": spec.memory_bytes},
+        )
+    return StateMemory(kept.states, min(largest // size, _MAX_SLOTS), backend, extent_bytes)
 
 
 def _resolve_dtype(wanted: str, config: PretrainedConfig, backend: Backend) -> torch.dtype:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.memory.cost import CostModel, GroupCost, KvCost, Measured, fit
+from penstock.memory.cost import MAX_TOKENS, CostModel, GroupCost, KvCost, Measured, fit
 
 MIB = 1 << 20
 KV = KvCost((GroupCost(16 * 1024),), 16)
@@ -176,6 +176,29 @@ def test_a_sequence_costs_up_to_a_cap_per_window() -> None:
     assert cost.tokens_within(0) == 0
 
 
+def test_a_state_costs_a_sequence_the_same_at_any_length() -> None:
+    plain = KvCost((GroupCost(16 * 10), GroupCost(16 * 100, 64)), 16)
+    cost = KvCost(plain.groups, 16, state_bytes=5000)
+    for tokens in (1, 16, 17, 1000, 100_000):
+        assert cost.sequence(tokens) == plain.sequence(tokens) + 5000
+        assert cost.tokens_within(cost.sequence(tokens)) >= tokens
+    assert cost.tokens_within(5000) == cost.tokens_within(4999) == 0
+    together = [(40, 30), (90, 5), (16, 100)]
+    most = max(
+        plain.future_peak(together[:count]) + 5000 * count for count in range(1, len(together) + 1)
+    )
+    assert plain.future_peak(together) < cost.future_peak(together) <= most
+    figures = cost.figures(160)
+    assert figures["state_bytes_per_sequence"] == 5000
+    assert figures["kv_bytes_per_token"] == plain.figures(160)["kv_bytes_per_token"]
+
+
+def test_without_attention_only_the_state_counts() -> None:
+    cost = KvCost((), 16, state_bytes=5000)
+    assert cost.sequence(1) == cost.sequence(1_000_000) == 5000
+    assert (cost.tokens_within(4999), cost.tokens_within(5000)) == (0, MAX_TOKENS)
+
+
 def test_what_is_published_of_kv_is_right_beyond_a_window() -> None:
     cost = KvCost((GroupCost(16 * 10), GroupCost(16 * 100, 64)), 16, chunk_tokens=32)
     assert cost.figures(48)["kv_bytes_per_token"] == 110
@@ -183,6 +206,7 @@ def test_what_is_published_of_kv_is_right_beyond_a_window() -> None:
     assert cost.figures(0) == {
         "kv_bytes_per_token": 110,
         "kv_fixed_bytes": 32 * 100,
+        "state_bytes_per_sequence": 0,
         "kv_groups": [
             {"bytes_per_token": 10, "window": None, "cap_bytes": None},
             {"bytes_per_token": 100, "window": 64, "cap_bytes": 6 * 16 * 100},

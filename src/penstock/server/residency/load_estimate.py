@@ -79,7 +79,9 @@ class LoadEstimate:
     @property
     def kv(self) -> KvCost:
         """What KV costs as it is kept."""
-        return self.card.kv_cost(self.kv_format, BLOCK_TOKENS, self.window, self.step_tokens)
+        return self.card.kv_cost(
+            self.kv_format, BLOCK_TOKENS, self.window, self.step_tokens, self.dtype
+        )
 
     def _kv_bytes(self, tokens: int) -> int:
         """KV for one sequence of so many tokens."""

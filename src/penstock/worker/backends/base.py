@@ -52,6 +52,7 @@ class Backend(ABC):
     # A chunk is shortened at the end of a long context, so that no step takes much longer than
     # others: rows times tokens they see.
     step_pair_limit: int
+    serves_states: bool  # of recurrent layers
     # Drafts of one sequence that a step can verify; 0: it cannot, or nobody has measured it.
     max_drafts: int
     # Steps of full size take well under a second: they are run to confirm what is known.

@@ -17,6 +17,7 @@ from penstock.wire import Output
 from penstock.worker.backends.caps import is_out_of_memory
 from penstock.worker.backends.verifying import ahead_of, take_verified, verified_rows
 from penstock.worker.core.backend import StepResult
+from penstock.worker.engine.grammar import MASK_WAIT_S
 from penstock.worker.engine.history import PromptHistories
 from penstock.worker.engine.requests import RequestState
 from penstock.worker.models.batch import build_batch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from penstock.worker.core.plan import Plan, Slice
     from penstock.worker.engine.grammar import Grammars, Masks
     from penstock.worker.engine.sampler import Sampler
+
+
+STATE_MASK_WAIT_S = 0.25
 
 
 class StepLock(Protocol):
@@ -191,6 +195,9 @@ class BlockingExecutor(Executor):
         self._runner = runner
         self._lock = lock
         self._block_tokens = runner.block_tokens
+        # Whose mask is late computes a row again, and with a state more than that.
+        recurs = runner.memory.states is not None
+        self._mask_wait_s = STATE_MASK_WAIT_S if recurs else MASK_WAIT_S
 
     def logits(self, plan: Plan) -> Tensor:
         batch = build_batch(plan, self._block_tokens, self._runner.device)
@@ -225,7 +232,7 @@ class BlockingExecutor(Executor):
         logits = self._runner.forward(batch).float()
         result.forward_s = time.perf_counter() - started
         self.score_prompts(plan, states, logits, result)
-        masks = self._grammars.collect() if masked else None
+        masks = self._grammars.collect(self._mask_wait_s) if masked else None
         rows, samplers = on_time(rows, samplers, masks, result)
         if samplers:
             among = None if len(rows) == logits.shape[0] else rows

@@ -9,18 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.wire import Reserve
 from penstock.worker.core.gate import StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from penstock.wire import TokenIds
+    from penstock.worker.kv.states.slots import Snapshot
 
     Table = NDArray[np.int32]
+
+_NO_STATE = np.zeros(1, np.int32)
 
 # A token that has been sampled and is still on its way here from the device.
 UNKNOWN = -1
@@ -78,6 +82,11 @@ class Slice:
     # What may follow `tokens`: a row for each, which gives the token after it if all before it and
     # it itself turn out right. Nothing of a wrong one is kept.
     drafts: TokenIds = ()
+    # Of a model with recurrent layers: the slot of the sequence's state, which is read unless
+    # `start` is 0, and written; and where it is put beside, at places among these tokens.
+    state: Table = field(default_factory=lambda: _NO_STATE)
+    snapshots: tuple[Snapshot, ...] = ()
+    prompt_tokens: int = 1 << 60  # of the request: what is behind was generated
 
     @property
     def count(self) -> int:

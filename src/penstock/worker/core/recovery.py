@@ -1,9 +1,10 @@
 """Recovery from a step that runs out of memory: smaller steps, and at last a failed request.
 
-Out of memory in a step is an event, not an end: nothing has changed yet when it happens, so caches
-are emptied and a step of half the tokens is planned instead; one with drafts is planned without
-them first. Only a request whose smallest step fails alone is failed, with its own error; and after
-some attempts in vain the oldest one is, so that a step always ends.
+Out of memory in a step is an event, not an end: nothing has changed yet when it happens, but for
+recurrent states, which go back to what was kept of them. So caches are emptied and a step of half
+the tokens is planned instead; one with drafts is planned without them first. Only a request whose
+smallest step fails alone is failed, with its own error; and after some attempts in vain the oldest
+one is, so that a step always ends.
 """
 
 from __future__ import annotations
@@ -159,6 +160,8 @@ class Recovery:
         if attempt.victim is not None:
             return attempt.victim
         plan = attempt.plan
+        if plan is not None:
+            self._scheduler.lose_states({piece.request_id for piece in plan.slices})
         self.oom_steps += 1
         self._in_vain += 1
         if plan is None:

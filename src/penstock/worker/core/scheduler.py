@@ -6,8 +6,7 @@ chunking and recomputation one case; the second guarantees progress, because wha
 fits the pool when it is alone there.
 
 KV that exists is not computed again: a sequence begins with what `KvCache` has of its first tokens,
-and lets an older one that is computing the same beginning go ahead. A sequence that gave way finds
-its own, unless somebody needed the room.
+its own if it gave way, and lets an older one that is computing the same beginning go ahead.
 
 Two things bound a step beside its limits. KV: a sequence joins when the batch is expected to fit at
 its highest, and the youngest gives its blocks back when that was wrong. And the gate, which knows
@@ -21,6 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock.wire import Reserve, token_ids
+from penstock.worker.core.borders import Borders
 from penstock.worker.core.drafts.drafting import Drafting, Room
 from penstock.worker.core.gate import StepShape, largest
 from penstock.worker.core.lengths import OutputLengths
@@ -55,6 +55,7 @@ class Scheduler:
     ) -> None:
         limits.check()
         self._kv = kv
+        self._borders = Borders(kv)
         self._shared = SharedTokens()
         self._limits = limits
         self._pacer = pacer
@@ -129,6 +130,7 @@ class Scheduler:
         """
         self._held = held
         self.drafting.withdraw(self._kv)
+        self._borders.withdraw(self._running)
         for sequence in self._running:
             if sequence.kv.computed > sequence.computed:  # brought by a fetch
                 self._use_found(sequence)
@@ -148,6 +150,7 @@ class Scheduler:
         self._plan_chunks(plan, budget - len(plan.decodes))
         room = Room(self._kv, self._limits, self._gate, budget, scarce=bool(self._waiting))
         self.drafting.extend(plan, self._sequences, room)
+        self._borders.extend(plan, self._sequences)
         return plan
 
     def advance(self, plan: Plan, late: Collection[int] = ()) -> None:
@@ -162,6 +165,12 @@ class Scheduler:
             self._kv.commit(sequence.kv, sequence.computed, sequence.known_tokens)
             if samples:
                 sequence.tokens.append(UNKNOWN)
+        self.lose_states(late)
+
+    def lose_states(self, requests: Collection[int]) -> None:
+        """Rows that do not count are in the states of these: they and all younger ones give way."""
+        while self._borders.any and any(s.id in requests for s in self._running):
+            self._preempt(self._running[-1], Plan())
 
     def absorb(
         self, plan: Plan, sampled: Mapping[int, list[int]], duration_s: float
@@ -272,19 +281,10 @@ class Scheduler:
     def _follows(self, sequence: Sequence) -> bool:
         """Use what others have computed by now; whether an older one is at the next block, so that
         the sequence had better wait for it."""
-        reusable, size = sequence.reusable_tokens, self._limits.block_tokens
-        self._kv.catch_up(sequence.kv, sequence.computed, reusable)
+        self._kv.catch_up(sequence.kv, sequence.computed, sequence.reusable_tokens)
         if sequence.kv.computed > sequence.computed:
             self._use_found(sequence)
-        index, rest = divmod(sequence.computed, size)
-        end = (index + 1) * size
-        if rest or end > reusable:
-            return False
-        for other in itertools.takewhile(lambda other: other is not sequence, self._running):
-            ahead = not other.decoding and other.computed < end < len(other.tokens)
-            if ahead and self._kv.same_block(other.kv, sequence.kv, index):
-                return True
-        return False
+        return self._borders.awaits(sequence, self._running)
 
     def _use_found(self, sequence: Sequence) -> None:
         """Its first tokens were found computed."""
@@ -332,6 +332,7 @@ class Scheduler:
         kv.admit(sequence.kv, match, len(sequence.tokens), fetch=not sequence.wants_prompt_logits)
         sequence.running = True
         self._use_found(sequence)
+        self._borders.joins(sequence, match, self._running)
         self._running.append(self._waiting.popleft())
         return True
 

@@ -37,6 +37,8 @@ class Sequence:
     reused: int = 0  # prompt tokens that were found computed
     preempted: int = 0  # how often it gave way
     scored: int = 0  # prompt tokens whose log-probabilities were sent
+    # Where others branch off: the state behind so many tokens is worth keeping.
+    junctions: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tokens = token_ids(self.request.prompt)
@@ -106,6 +108,8 @@ class Sequence:
             tables=self.kv.arrays,
             logit_rows=count if self.wants_prompt_logits else int(samples),
             samples=samples,
+            state=self.kv.state.place,
+            prompt_tokens=self.prompt_tokens,
         )
 
     def cut(self, tokens: TokenIds, generated: int) -> tuple[int, Finish | None]:

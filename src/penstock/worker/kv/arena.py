@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.catalog.states import NOMINAL_TOKEN_BYTES
+from penstock.worker.kv.layout.cutter import Cutter
 from penstock.worker.kv.layout.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class BlockLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
+        if not self.layers:
+            return NOMINAL_TOKEN_BYTES
         size = sum(layer.size_bytes(self.format) for layer in self.layers)
         return self.format.token_bytes(size, self.block_tokens)
 
@@ -70,7 +74,7 @@ class BlockLayout:
 
     def views(self, memory: Tensor) -> tuple[LayerBlocks, ...]:
         """Each layer's part of the blocks that `memory` (bytes) consists of."""
-        cutter = _Cutter(memory, self.block_bytes)
+        cutter = Cutter(memory, self.block_bytes)
         numbers = getattr(torch, self.format.name)
         found = []
         for layer in self.layers:
@@ -86,62 +90,40 @@ class BlockLayout:
 _SCALES = torch.bfloat16
 
 
-class _Cutter:
-    """Views of the same place in every block, one place after the other."""
-
-    def __init__(self, memory: Tensor, block_bytes: int) -> None:
-        self._memory = memory
-        self._block_bytes = block_bytes
-        self._offset = 0  # in a block
-
-    def cut(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """[blocks, *shape], behind what was cut before."""
-        size = dtype.itemsize
-        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-        view = self._memory.view(dtype).as_strided(
-            (len(self._memory) // self._block_bytes, *shape),
-            (self._block_bytes // size, *strides),
-            self._offset // size,
-        )
-        self._offset += math.prod(shape) * size
-        return view
-
-
-class Arena:
-    """Views of a committed-on-demand range, layer by layer; the `Backing` of a `BlockPool`."""
+class ByteArena:
+    """A committed-on-demand range of equal blocks; the `Backing` of a `BlockPool`."""
 
     def __init__(
         self,
-        layout: BlockLayout,
+        block_bytes: int,
         blocks: int,
         device: KvDevice,
         extent_bytes: int | None = None,
     ) -> None:
-        self.layout = layout
+        self.block_bytes = block_bytes
         self.device = device
         # Extents are whole blocks and whole pages, so that each is committed and returned alone.
         page = device.page_bytes
-        unit = page // math.gcd(page, layout.block_bytes)
+        unit = page // math.gcd(page, block_bytes)
         wanted = min(device.extent_bytes, extent_bytes or device.extent_bytes)
-        self.extent_blocks = unit * max(1, wanted // (unit * layout.block_bytes))
+        self.extent_blocks = unit * max(1, wanted // (unit * block_bytes))
         if blocks > self.extent_blocks:  # they are only addresses, and no extent is a short one
             blocks = -(-blocks // self.extent_blocks) * self.extent_blocks
         self.blocks = blocks
-        self._extent_bytes = self.extent_blocks * layout.block_bytes
+        self._extent_bytes = self.extent_blocks * block_bytes
         at_once = max(1, device.extent_bytes // self._extent_bytes)
         self.step_extents = at_once if device.commits_slowly else None
-        self._total_bytes = -(-(blocks * layout.block_bytes) // page) * page
+        self._total_bytes = -(-(blocks * block_bytes) // page) * page
         self._committed: set[int] = set()
         self._touch = True
         self.range: Range = device.open_range(self._total_bytes)
-        raw = self.range.tensor()[: blocks * layout.block_bytes]
-        self._rows = raw.view(blocks, layout.block_bytes)
-        self.layers = layout.views(raw)
+        self._raw = self.range.tensor()[: blocks * block_bytes]
+        self._rows = self._raw.view(blocks, block_bytes)
 
     @property
-    def block_bytes(self) -> int:
-        """Of a block."""
-        return self.layout.block_bytes
+    def place(self) -> torch.device:
+        """Where it lies."""
+        return self._raw.device
 
     @property
     def unit_bytes(self) -> int:
@@ -187,10 +169,28 @@ class Arena:
         return self._rows[first : first + count]
 
     def close(self) -> None:
-        """Return everything; the views are dead afterwards."""
-        self.layers = ()
+        """Return everything; all views are dead afterwards."""
         self.range.close()
 
     def _bytes(self, extent: int) -> tuple[int, int]:
         start = extent * self._extent_bytes
         return start, min(self._extent_bytes, self._total_bytes - start)
+
+
+class Arena(ByteArena):
+    """The memory of a group's blocks, layer by layer."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        blocks: int,
+        device: KvDevice,
+        extent_bytes: int | None = None,
+    ) -> None:
+        super().__init__(layout.block_bytes, blocks, device, extent_bytes)
+        self.layout = layout
+        self.layers = layout.views(self._raw)
+
+    def close(self) -> None:
+        self.layers = ()
+        super().close()

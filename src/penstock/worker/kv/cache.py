@@ -42,16 +42,19 @@ class KvCache:
         cost: KvCost,
         limit_bytes: int,
         tier: Tier | None = None,
+        states: GroupMemory | None = None,
     ) -> None:
-        self._held = HeldBlocks(groups, memories, limit_bytes, tier)
+        """`states`: the memory of the slots of a model with recurrent layers."""
+        self._held = HeldBlocks(groups, memories, limit_bytes, tier, states)
+        self.states = self._held.states
         self._fetching = Fetching(self._held)
         self.groups = self._held.groups
         self.block_tokens = self._held.block_tokens
         self.cost = cost
         self.ceiling_bytes: int | None = None  # sequences hold no more, whatever the limit is
         self.pools = self._held.pools
-        self._caches = self.pools.caches
-        self._sizes = self.pools.block_bytes
+        self._caches = self._held.caches
+        self._sizes = self.pools.block_bytes[: len(self.groups)]
 
     # --- how much there is ---
 
@@ -105,13 +108,14 @@ class KvCache:
     def evictable_bytes(self) -> int:
         """Of the free ones: computed, and found again by their tokens."""
         return sum(
-            cache.evictable * size for cache, size in zip(self._caches, self._sizes, strict=True)
+            cache.evictable * size
+            for cache, size in zip(self.pools.caches, self.pools.block_bytes, strict=True)
         )
 
     @property
     def evictions(self) -> int:
         """Blocks evicted since the start."""
-        return sum(cache.evicted for cache in self._caches)
+        return sum(cache.evicted for cache in self.pools.caches)
 
     def need_bytes(self, tokens: int) -> int:
         """The most that a sequence of so many tokens holds."""
@@ -124,7 +128,7 @@ class KvCache:
 
     def bytes_of(self, handle: KvHandle) -> int:
         """What a sequence holds, shared blocks included."""
-        return sum(
+        return len(list(handle.state.places)) * self.states.slot_bytes + sum(
             max(0, table.count - table.freed) * size
             for table, size in zip(handle.tables, self._sizes, strict=True)
         )
@@ -141,12 +145,13 @@ class KvCache:
     def match(self, handle: KvHandle, tokens: int) -> Match:
         """The most of the first `tokens` whose KV is here: every group has what a later row sees.
 
-        Of full attention these are all blocks, of a window those that a row behind them sees.
+        Of full attention these are all blocks, of a window those that a row behind them sees; and
+        where layers have a state, there must be a snapshot of it.
         """
         found: list[dict[int, int]] = [{} for _ in self.groups]
         full = [number for number, group in enumerate(self.groups) if group.needs_all]
         runs = [0] * len(self.groups)  # blocks in a row, up to this index
-        count = 0
+        count = known = 0
         for index in range(tokens // self.block_tokens):
             key = handle.hashes.key(index)
             for number, cache in enumerate(self._caches):
@@ -161,17 +166,18 @@ class KvCache:
                 runs[number] >= end - group.first_needed_block(end * self.block_tokens)
                 for number, group in enumerate(self.groups)
             ):
-                count = end
-        return self._matched(found, count)
+                known = end
+                count = end if self.states.find(key) else count
+        return self._matched(found, count, known)
 
-    def _matched(self, found: list[dict[int, int]], count: int) -> Match:
+    def _matched(self, found: list[dict[int, int]], count: int, known: int) -> Match:
         kept, held = [], 0
         for group, cache, blocks in zip(self.groups, self._caches, found, strict=True):
             first = group.first_needed_block(count * self.block_tokens)
             mine = [blocks[index] for index in range(first, count)]
             kept.append(mine)
             held += sum(map(cache.is_held, mine)) * group.block_bytes
-        return Match(tuple(kept), count, held)
+        return Match(tuple(kept), count, held, known)
 
     def admit(self, handle: KvHandle, match: Match, tokens: int, *, fetch: bool = True) -> None:
         """Share what was found, take the blocks that stay for all `tokens`, and fetch what the
@@ -183,9 +189,12 @@ class KvCache:
                 for block in blocks:
                     self._caches[number].share(block)
                 handle.tables[number].append(blocks)
+            key = handle.hashes.key(match.count - 1) if match.count else None
+            missing = self._held.missing_bytes(match, tokens) + self.states.slot_bytes
+            self.states.begin(handle.state, key, self.free_bytes - missing)
             for number, group in enumerate(self.groups):
                 self._held.take(handle, number, group.admission_blocks(tokens))
-            if fetch:
+            if fetch and not self.states.slot_bytes:  # tiers keep no states
                 self._fetching.start(handle, (tokens - 1) // self.block_tokens, self.free_bytes)
         except BaseException:
             self.release(handle)
@@ -194,7 +203,7 @@ class KvCache:
     def back(self, match: Match, tokens: int) -> bool:
         """Whether `admit` would commit nothing that steps wait for; if not, a part of it is
         committed now, and the next call is nearer to it. Memory may fail."""
-        return all(
+        return self.states.back() and all(
             self.pools.back(number, group.admission_blocks(tokens) - len(match.blocks[number]))
             for number, group in enumerate(self.groups)
         )
@@ -225,10 +234,14 @@ class KvCache:
         while handle.known < full:
             self._held.insert(handle, handle.known)
             handle.known += 1
+        self.states.commit(handle.state, handle.hashes, min(computed, known_tokens))
         self._held.free_passed(handle, computed)
 
     def catch_up(self, handle: KvHandle, computed: int, tokens: int) -> int:
         """Use what others have computed of the first `tokens`; how many are computed then."""
+        if self.states.slot_bytes:
+            self._held.go_on(handle, self.match(handle, tokens), computed)
+            return max(computed, handle.computed)
         while computed % self.block_tokens == 0:
             index = computed // self.block_tokens
             if computed + self.block_tokens > tokens:
@@ -260,20 +273,22 @@ class KvCache:
     def lend(self, count: int) -> list[list[int]]:
         """Blocks of every group for those who measure: so many, or as many as can be had."""
         size = sum(self._sizes)
-        count = max(1, min(count, self.free_bytes // size))
-        return [self.pools.take(number, count) for number in range(len(self.groups))]
+        count = max(1, min(count, (self.free_bytes - self.states.slot_bytes) // size))
+        # Sequences that nobody asked for have one state in common.
+        counts = [count] * len(self.groups) + [1] * bool(self.states.slot_bytes)
+        return [self.pools.take(number, some) for number, some in enumerate(counts)]
 
     def lend_rest(self) -> list[list[int]]:
         """All that can be had, so that everything is committed."""
         lent: list[list[int]] = []
-        for number, size in enumerate(self._sizes):
+        for number, size in enumerate(self.pools.block_bytes):
             count = min(self.free_bytes // size, self.pools.unheld(number))
             lent.append(self.pools.take(number, count))
         return lent
 
     def take_back(self, lent: list[list[int]]) -> None:
         """What was lent."""
-        for cache, blocks in zip(self._caches, lent, strict=True):
+        for cache, blocks in zip(self.pools.caches, lent, strict=False):
             cache.give(blocks)
 
     # --- what goes on beside steps ---
@@ -359,7 +374,7 @@ class KvCache:
 
     def clear(self) -> None:
         """Let nothing be found that is here now."""
-        for cache in self._caches:
+        for cache in self.pools.caches:
             cache.clear()
 
     def check(self) -> None:
@@ -371,7 +386,7 @@ class KvCache:
                 assert all(table.blocks), "an index has no block"
                 assert not table.numbers[: table.freed].any(), "a freed block is in a table"
             held.append([block for table in tables for block in table.blocks])
-        self.pools.check(held)
+        self.pools.check(held + self._held.state_slots())
 
     def check_writable(self, handle: KvHandle, start: int) -> None:
         """No block that a sequence will write from `start` on is one that others may read."""

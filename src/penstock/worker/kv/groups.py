@@ -3,6 +3,9 @@
 Each group has blocks of its own size in an address range of its own, and a sequence has one table
 of blocks per group. How long a block is needed is the group's to say: of full attention for as long
 as the sequence runs, of a sliding window until the window has passed it.
+
+Layers with a recurrent state keep no blocks. Together they are the third kind of group: a sequence
+has one slot of it, of the same size at any length.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.catalog.states import NOMINAL_TOKEN_BYTES
 from penstock.memory.cost import MAX_CHUNK_TOKENS, MAX_TOKENS, GroupCost, KvCost
 
 if TYPE_CHECKING:
@@ -70,6 +74,8 @@ def split_layers(
         members.setdefault(None if window is None or window >= context else window, []).append(
             layer
         )
+    if not members:  # no attention: blocks stand for tokens, and nothing is in them
+        return (LayerGroup((), None, NOMINAL_TOKEN_BYTES, block_tokens),)
     ordered = sorted(members.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
     sizes = [sum(token_bytes[layer] for layer in layers) for _, layers in ordered]
     return tuple(
@@ -78,11 +84,12 @@ def split_layers(
     )
 
 
-def cost_of(groups: Iterable[LayerGroup], step_tokens: int) -> KvCost:
-    """What sequences cost that are computed in steps of so many tokens."""
+def cost_of(groups: Iterable[LayerGroup], step_tokens: int, state_bytes: int = 0) -> KvCost:
+    """What sequences cost that are computed in steps of so many tokens, and have such a state."""
     groups = tuple(groups)
     return KvCost(
         groups=tuple(GroupCost(group.block_bytes, group.window) for group in groups),
         block_tokens=groups[0].block_tokens,
         chunk_tokens=min(step_tokens, MAX_CHUNK_TOKENS),
+        state_bytes=state_bytes,
     )

@@ -41,16 +41,16 @@ class BlockHashes:
     ) -> None:
         self._root = root
         self._tokens = tokens  # grows; what is in it does not change
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._extras = extras or {}
         self._keys: list[bytes] = []
 
     def key(self, index: int) -> bytes:
         """The key of a block; its tokens are all known."""
         while len(self._keys) <= index:
-            start = len(self._keys) * self._block_tokens
-            tokens = array("i", self._tokens[start : start + self._block_tokens])
-            assert len(tokens) == self._block_tokens, "a block that is not full has no key"
+            start = len(self._keys) * self.block_tokens
+            tokens = array("i", self._tokens[start : start + self.block_tokens])
+            assert len(tokens) == self.block_tokens, "a block that is not full has no key"
             parent = self._keys[-1] if self._keys else self._root
             content = parent + tokens.tobytes() + self._extras.get(len(self._keys), b"")
             digest = hashlib.blake2b(content, digest_size=KEY_BYTES)

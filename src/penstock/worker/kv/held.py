@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.worker.kv.pools import GroupedPools
+from penstock.worker.kv.states.slots import States, StateSlots
 from penstock.worker.kv.tables import BlockTable
 from penstock.worker.kv.tier import Tier
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.kv.pools import GroupMemory
-    from penstock.worker.kv.tables import KvHandle
+    from penstock.worker.kv.tables import KvHandle, Match
 
 
 class HeldBlocks:
@@ -25,11 +26,16 @@ class HeldBlocks:
         memories: Sequence[GroupMemory],
         limit_bytes: int,
         tier: Tier | None,
+        states: GroupMemory | None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_tokens = groups[0].block_tokens
-        self.pools = GroupedPools(memories, limit_bytes)
-        self.caches = self.pools.caches
+        everything = memories if states is None else [*memories, states]
+        self.pools = GroupedPools(everything, limit_bytes)
+        self.caches = self.pools.caches[: len(groups)]
+        self.states = States()
+        if states is not None:
+            self.states = StateSlots(self.pools, len(groups), states)
         self.tier = tier or Tier()
         self.admitted: dict[int, KvHandle] = {}
         self.pools.listen(self)
@@ -40,6 +46,9 @@ class HeldBlocks:
 
     def moved(self, group: int, moves: dict[int, int]) -> None:
         """Blocks have been copied elsewhere: old number to new."""
+        if group == len(self.groups):
+            self.states.moved((handle.state for handle in self.admitted.values()), moves)
+            return
         for table in self.tables(group):
             numbers = table.numbers
             for place, block in enumerate(numbers.tolist()):
@@ -54,10 +63,40 @@ class HeldBlocks:
             if mine.before is not None:
                 self.caches[number].give(mine.before.blocks)
         handle.fetches.clear()
+        self.states.release(handle.state)
         for number, table in enumerate(handle.tables):
             self.caches[number].give(table.blocks)
             handle.tables[number] = BlockTable()
         handle.known = handle.computed = 0
+
+    def missing_bytes(self, match: Match, tokens: int) -> int:
+        """Of blocks that an admitted sequence takes beside what was found."""
+        return sum(
+            max(0, group.admission_blocks(tokens) - len(blocks)) * group.block_bytes
+            for group, blocks in zip(self.groups, match.blocks, strict=True)
+        )
+
+    def go_on(self, handle: KvHandle, match: Match, computed: int) -> None:
+        """Use what was found of a sequence with a state that has computed less of it."""
+        if match.count * self.block_tokens <= computed:
+            return
+        for number, blocks in enumerate(match.blocks):
+            old, cache = handle.tables[number], self.caches[number]
+            for block in blocks:
+                cache.share(block)
+            handle.tables[number] = table = BlockTable()
+            table.free(match.count - len(blocks))
+            table.append(blocks + old.numbers[match.count :].tolist())
+            cache.give(old.numbers[old.freed : match.count].tolist())
+        self.states.go_on(handle.state, handle.hashes.key(match.count - 1))
+        self.use(handle, match.count)
+
+    def state_slots(self) -> list[list[int]]:
+        """The slots that sequences hold, as a list of one group; of a model without, none."""
+        if not self.states.slot_bytes:
+            return []
+        places = (place for handle in self.admitted.values() for place in handle.state.places)
+        return [[int(place[0]) for place in places]]
 
     def tables(self, group: int) -> list[BlockTable]:
         """All that hold blocks of a group."""

@@ -145,6 +145,12 @@ class PrefixCache:
             if block in self._evictable:
                 self._evict_one(block)
 
+    def withdraw(self, block: int) -> None:
+        """Let a held block be found no longer, so that its holder may write it."""
+        assert self._holders.get(block) == 1, "somebody else reads it"
+        if block in self._keys:
+            self._forget(block)
+
     def shrink(self) -> None:
         """Evict what the pool's limit has no room for."""
         self._evict_oldest(self._pool.taken - self.capacity)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.worker.kv.states.slots import SequenceState
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -77,6 +79,7 @@ class KvHandle:
     computed: int = 0  # tokens found computed at `admit`, by `catch_up`, or brought by a fetch
     fetches: dict[int, GroupFetch] = field(default_factory=dict)  # by group
     fetch_end: int = 0  # blocks that it will have when all have come
+    state: SequenceState = field(default_factory=SequenceState)  # of recurrent layers
 
     @property
     def fetching(self) -> bool:
@@ -106,3 +109,4 @@ class Match:
     blocks: tuple[list[int], ...]  # per group: those that what follows needs
     count: int  # blocks from the first on that need not be computed
     held_bytes: int  # of those that others hold, so that sharing them costs nothing
+    known: int = 0  # blocks that are here, but behind `count` not the state to go on from

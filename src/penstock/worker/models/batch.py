@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.worker.models.recurrent.rows import StateRows, state_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -57,6 +59,7 @@ class Batch:
     position_ids: Tensor  # [1, T] long
     logit_rows: Tensor  # [R] long: rows whose logits are wanted
     groups: tuple[GroupBatch, ...]
+    states: StateRows | None = None  # of a model with recurrent layers
 
 
 def build_batch(plan: Plan, block_tokens: int, device: torch.device) -> Batch:
@@ -94,6 +97,7 @@ def build_batch(plan: Plan, block_tokens: int, device: torch.device) -> Batch:
             )
             for group in range(len(slices[0].tables))
         ),
+        states=state_rows(plan, device),
     )
 
 

@@ -10,9 +10,8 @@
 Where all of it would take long, the first load measures a few steps of a smaller size (`short`),
 and the rest follows while nobody asks for anything (`refining`).
 A stored profile skips the first three; on a CPU also the fourth, once a load has passed it: what
-libraries take for themselves at their largest step, and what is read later, is kept free then.
-What does not fit is made smaller before the model is refused: the step is halved, then the KV
-shrinks. An engine cannot be made without a `Profile`.
+libraries take for themselves at their largest step, and what is read later, is kept free then. What
+does not fit is made smaller before a refusal: the step is halved, then the KV shrinks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING
 from penstock.errors import ModelTooLarge
 from penstock.memory.cost import CostModel, Measured, fit
 from penstock.worker.backends.caps import is_out_of_memory
-from penstock.worker.kv.groups import cost_of
 from penstock.worker.profiling import short
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.sizing import (
@@ -43,11 +41,11 @@ from penstock.worker.profiling.store import StoredProfile
 from penstock.worker.profiling.stress import StepShapeTrial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from penstock.worker.core.plan import StepLimits
     from penstock.worker.core.profile import Profile
-    from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.models.verify import Kept
     from penstock.worker.profiling.context import ProfileContext
 
 log = logging.getLogger(__name__)
@@ -92,7 +90,7 @@ def _measured(context: ProfileContext, step_s: float) -> Profile:
     return _validated(context, *_stress(context))
 
 
-def remember(context: ProfileContext, found: Profile, layers: Mapping[int, LayerGeometry]) -> None:
+def remember(context: ProfileContext, found: Profile, kept: Kept) -> None:
     """Keep a profile for later loads, once the model has passed all that a load asks of it."""
     if found.proven:
         return
@@ -105,7 +103,9 @@ def remember(context: ProfileContext, found: Profile, layers: Mapping[int, Layer
         step_tokens=found.limits.tokens,
         step_sequences=found.limits.sequences,
         cost=found.cost,
-        layers=tuple(layers.items()),
+        layers=tuple(kept.attention.items()),
+        states=tuple(kept.states.items()),
+        prompts_differ=kept.prompts_differ,
         times=found.times,
         proven=not found.shrunk,  # otherwise the next load tries again
         kept_bytes=found.kept_bytes,
@@ -221,9 +221,9 @@ def _measure(
     context.meter.drop_caches()
     if failed:
         return None
-    kv = cost_of(context.memory.groups, limits.tokens)
     # The floor costs no KV, which has what the largest step leaves.
-    return fit(points, kv, floor=context.meter.floor_bytes, row_bytes=context.row_bytes)
+    kv, floor = context.memory.cost(limits.tokens), context.meter.floor_bytes
+    return fit(points, kv, floor=floor, row_bytes=context.row_bytes)
 
 
 def _validated(context: ProfileContext, limits: StepLimits, cost: CostModel) -> Profile:
@@ -269,7 +269,7 @@ def _share_taken(context: ProfileContext, found: Profile) -> float | None:
     context.cap.move(found.kv_bytes, found.step_bytes)
     share = None
     stress = open_stress(context, found.limits)
-    rest: list[list[int]] = [[] for _ in kv.groups]
+    rest: list[list[int]] = []
     try:
         with context.memory.untouched():  # to fetch tens of GiB takes as long as all the rest
             rest = kv.lend_rest()

@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from penstock.memory.cost import Measured, fit
 from penstock.worker.backends.caps import is_out_of_memory
-from penstock.worker.kv.groups import cost_of
 from penstock.worker.priority import behind_others
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.sizing import (
@@ -27,10 +26,10 @@ from penstock.worker.profiling.sizing import (
 from penstock.worker.profiling.store import StoredProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from penstock.worker.core.profile import Profile
-    from penstock.worker.kv.arena import LayerGeometry
+    from penstock.worker.models.verify import Kept
     from penstock.worker.profiling.context import ProfileContext
     from penstock.worker.profiling.stress import StepShapeTrial
 
@@ -42,12 +41,10 @@ QUIET_S = 5.0  # without a step, before the first is measured
 class Refinement:
     """What a worker does while it is idle, until it is done."""
 
-    def __init__(
-        self, context: ProfileContext, found: Profile, layers: Mapping[int, LayerGeometry]
-    ) -> None:
+    def __init__(self, context: ProfileContext, found: Profile, kept: Kept) -> None:
         self._context = context
         self._found = found
-        self._layers = layers
+        self._kept = kept
         self._steps = -1  # that the engine had run when it was last looked at
         self._quiet_since = 0.0
         self._done = False
@@ -121,7 +118,7 @@ class Refinement:
         kv = context.kv
         cost = fit(
             self._points[:],
-            cost_of(context.memory.groups, limits.tokens),
+            context.memory.cost(limits.tokens),
             floor=context.meter.floor_bytes,
             row_bytes=context.row_bytes,
         )
@@ -139,7 +136,9 @@ class Refinement:
             step_tokens=limits.tokens,
             step_sequences=limits.sequences,
             cost=cost,
-            layers=tuple(self._layers.items()),
+            layers=tuple(self._kept.attention.items()),
+            states=tuple(self._kept.states.items()),
+            prompts_differ=self._kept.prompts_differ,
             times=self._found.times,
         )
         profile_store.save(context.spec.profile_dir, stored)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from penstock.memory.cost import CostModel, Measured
 from penstock.worker.backends.caps import is_out_of_memory
-from penstock.worker.kv import groups
 from penstock.worker.profiling.sizing import MIN_STEP_TOKENS, bounds, leaves_enough, open_stress
 from penstock.worker.profiling.stress import StepShapeTrial
 
@@ -77,5 +76,5 @@ def _constant(
     size = int(size_bytes * _MARGIN)
     plane = float(size), 0.0, 0.0, 0.0, 0.0
     point = Measured(*largest.shape, size)
-    kv = groups.cost_of(context.memory.groups, limits.tokens)
+    kv = context.memory.cost(limits.tokens)
     return CostModel(plane, (plane,), (), (point,), kv, floor=context.meter.floor_bytes)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from penstock.errors import ModelTooLarge
 from penstock.worker.core.drafts.lookup import INDEX_BYTES
 from penstock.worker.core.profile import Profile
-from penstock.worker.kv.groups import cost_of
 from penstock.worker.profiling.stress import StepBounds, Stress
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def committed(context: ProfileContext, size_bytes: int) -> int:
 
 def tokens_in(context: ProfileContext, limits: StepLimits, size_bytes: int) -> int:
     """The longest sequence that KV of that size holds."""
-    context.kv.cost = cost_of(context.memory.groups, limits.tokens)
+    context.kv.cost = context.memory.cost(limits.tokens)
     context.kv.set_limit(size_bytes)
     if size_bytes < context.kv.limit_bytes:
         return 0
@@ -128,7 +127,7 @@ def too_large(
     spec, memory = context.spec, context.memory
     token_bytes = sum(group.token_bytes for group in memory.groups)
     step = largest_step(context, limits, cost) if cost is not None else spec.memory_bytes + 1
-    needed = step + HOST_BYTES + 2 * token_bytes * memory.block_tokens
+    needed = step + HOST_BYTES + 2 * (token_bytes * memory.block_tokens + memory.state_bytes)
     knobs = {
         "memory.limit leaves this model": f"{spec.memory_bytes} bytes",
         "models.step_tokens": f"{spec.step_tokens} (tried down to {limits.tokens})",
@@ -141,10 +140,11 @@ def too_large(
     }
     told = "; ".join(f"{name} = {value}" for name, value in knobs.items())
     measured = f"{step} bytes" if cost is not None else "more than the grant"
+    state = f" and a state {memory.state_bytes}" if memory.state_bytes else ""
     return ModelTooLarge(
         f"{spec.name} does not fit its memory: {why}. A step of {limits.tokens} tokens and "
         f"{limits.sequences} sequences takes {measured}, a token of KV "
-        f"{token_bytes} bytes. The knobs: {told}.",
+        f"{token_bytes} bytes{state}. The knobs: {told}.",
         numbers={
             "reason": "memory",
             "needed_bytes": needed,

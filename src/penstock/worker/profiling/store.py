@@ -18,11 +18,12 @@ import torch
 from penstock.catalog.linear_formats import MADE_AT_LOAD
 from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the annotation
 from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
+from penstock.worker.kv.layout.layer_states import StateGeometry  # noqa: TC001
 
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 23
+FORMAT = 24
 _LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
 
 
@@ -39,6 +40,8 @@ class StoredProfile(msgspec.Struct, frozen=True):
     # A load went through its validation and the comparison with the model's own attention.
     proven: bool = False
     times: tuple[tuple[int, float], ...] = ()  # seconds of steps of so many rows, if measured
+    states: tuple[tuple[int, StateGeometry], ...] = ()  # its recurrent layers
+    prompts_differ: bool = False  # these leave other states behind tokens of a prompt
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
     provisional: bool = False  # of smaller steps than there may be, which are still to be measured
 

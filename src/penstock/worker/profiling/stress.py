@@ -196,9 +196,14 @@ class Stress:
         self._meter = meter
         self._block_tokens = memory.block_tokens
         self._blocks = kv.lend(-(-tokens // self._block_tokens) + 1)
-        for arena, blocks in zip(memory.arenas, self._blocks, strict=True):
+        for arena, blocks in zip(memory.arenas, self._blocks, strict=False):
             for view in (view for layer in arena.layers for view in layer.tensors):
                 view[blocks] = 0  # not what a sequence has left there
+        self._tables = self._blocks[: len(memory.arenas)]
+        self._state = np.zeros(1, np.int32)
+        if memory.states is not None:
+            self._state = np.asarray(self._blocks[-1], np.int32)
+            memory.states.bytes_of(int(self._state[0])).zero_()
         self._random = random.Random(0)
 
     def close(self) -> None:
@@ -286,7 +291,8 @@ class Stress:
             request_id=request.id,
             start=start,
             tokens=ids[start:],
-            tables=tuple(np.resize(np.asarray(b, np.int32), needed) for b in self._blocks),
+            tables=tuple(np.resize(np.asarray(b, np.int32), needed) for b in self._tables),
             logit_rows=count if scored else 1,
             samples=True,
+            state=self._state,
         )

@@ -105,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None, 3), (None, 9), (4,), (None, 12, 5)]),
         commits_slowly=st.booleans(),
         drafts=st.sampled_from([0, 0, 1, 4]),
+        state_bytes=st.sampled_from([0, 0, 8, 40, 300]),
     )
     def open(
         self,
@@ -119,7 +120,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         commits_slowly: bool,
         drafts: int,
+        state_bytes: int,
     ) -> None:
+        drafts = 0 if state_bytes else drafts
         self.gate = FakeGate() if gated else None
         self.may_preempt = reserve is Reserve.EXPECTED  # or the limit fell, or memory failed
         self.limits = StepLimits(
@@ -139,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             extent_blocks=3 if len(windows) > 1 else 1,
             step_tokens=self.limits.tokens,
             commits_slowly=commits_slowly,
+            state_bytes=state_bytes,
         )
         self.cache = self.kv.cache
         pacer = StepPacer(target_s, floor_tokens)
@@ -203,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def change_memory(self, full: bool) -> None:
-        for memory in self.kv.memories:
+        for memory in self.kv.all_memories:
             memory.full = full
 
     @rule()
@@ -244,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             plan = self.scheduler.plan(max_tokens)
         except MemoryError:
-            assert any(memory.full for memory in self.kv.memories)
+            assert any(memory.full for memory in self.kv.all_memories)
             return
         commits = self._commits() - commits
         self._inspect(plan, max_tokens)
@@ -278,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert number in self.promises
 
     def _commits(self) -> int:
-        return sum(memory.commits for memory in self.kv.memories)
+        return sum(memory.commits for memory in self.kv.all_memories)
 
     @invariant()
     def books_agree(self) -> None:
@@ -386,7 +390,8 @@ def test_with_a_step_in_flight_every_row_sees_its_past(seed: int) -> None:
     chance = Random(seed)
     blocks, size = chance.randint(4, 14), chance.randint(1, 4)
     windows = chance.choice([(None,), (None, 5), (6,), (None, 11, 3)])
-    kv = FakeKv(blocks, size, windows=windows, step_tokens=9)
+    state_bytes = chance.choice([0, 16, 100])
+    kv = FakeKv(blocks, size, windows=windows, step_tokens=9, state_bytes=state_bytes)
     scheduler = Scheduler(kv.cache, StepLimits(9, 4, size, 8), StepPacer(None))
     expect_short_answers(scheduler)
     truth: dict[int, list[int]] = {}
@@ -414,6 +419,63 @@ def test_with_a_step_in_flight_every_row_sees_its_past(seed: int) -> None:
             scheduler.absorb(*flying, 0.0)
         flying = (plan, sampled) if plan.slices else None
         scheduler.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_states_go_back_after_a_step_that_failed(seed: int) -> None:
+    """Behind some layers it fails, and what stands in the slots of its sequences is of no use."""
+    chance = Random(seed)
+    blocks, size = chance.randint(6, 20), chance.randint(1, 4)
+    kv = FakeKv(blocks, size, step_tokens=9, state_bytes=chance.choice([8, 30, 200]))
+    scheduler = Scheduler(kv.cache, StepLimits(9, 4, size, 8), StepPacer(None))
+    expect_short_answers(scheduler)
+    failures = 0
+    for turn in range(100):
+        if chance.random() < 0.3 and turn < 70:
+            prompt = [chance.choice([1, 1, 2]) for _ in range(chance.randint(1, size * blocks - 1))]
+            most = min(chance.randint(1, 12), size * blocks - len(prompt))
+            scheduler.add(Submit(turn, prompt, most, GREEDY))
+        plan = scheduler.plan()
+        if plan.slices and chance.random() < 0.3:
+            failures += 1
+            kv.spoil_states(plan)
+            scheduler.lose_states({piece.request_id for piece in plan.slices})
+            scheduler.check()
+            continue
+        step(scheduler, kv, plan, late=set())
+    while scheduler.has_work():
+        step(scheduler, kv, scheduler.plan(), late=set())
+    assert failures
+    assert kv.cache.held_bytes == 0
+
+
+def step(scheduler: Scheduler, kv: FakeKv, plan: Plan, late: set[int]) -> None:
+    """Compute a plan and take its results."""
+    known = {p.request_id: scheduler.find(p.request_id) for p in plan.slices}
+    truth = {number: list(sequence.tokens) for number, sequence in known.items() if sequence}
+    kv.compute(plan, truth, {})
+    scheduler.advance(plan, late)
+    sampled = {p.request_id: [1] for p in plan.slices if p.samples and p.request_id not in late}
+    scheduler.absorb(plan, sampled, 0.0)
+    scheduler.check()
+
+
+def test_a_state_that_is_ahead_of_its_tokens_goes_back() -> None:
+    """A mask that was late: the last row is computed once more, and must not count twice."""
+    kv = FakeKv(30, 4, step_tokens=16, state_bytes=20)
+    scheduler = Scheduler(kv.cache, StepLimits(16, 4, 4, 8), StepPacer(None))
+    for number in (1, 2, 3):
+        scheduler.add(submit(number, 10, 12))
+    late = 0
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        samples = [piece.request_id for piece in plan.slices if piece.samples]
+        late += bool(samples) and len(samples) > 1
+        step(
+            scheduler, kv, plan, late={samples[-1]} if len(samples) > 1 and late % 3 == 1 else set()
+        )
+    assert late > 3
+    assert scheduler.preemptions > 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hypothesis import settings
@@ -103,12 +103,23 @@ class CacheMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 4),
         windows=st.sampled_from(WINDOWS),
         extent_blocks=st.integers(1, 3),
+        state_bytes=st.sampled_from([0, 0, 8, 40, 300]),
     )
     def open(
-        self, blocks: int, block_tokens: int, windows: tuple[int | None, ...], extent_blocks: int
+        self,
+        blocks: int,
+        block_tokens: int,
+        windows: tuple[int | None, ...],
+        extent_blocks: int,
+        state_bytes: int,
     ) -> None:
         self.kv = FakeKv(
-            blocks, block_tokens, windows=windows, extent_blocks=extent_blocks, step_tokens=8
+            blocks,
+            block_tokens,
+            windows=windows,
+            extent_blocks=extent_blocks,
+            step_tokens=8,
+            state_bytes=state_bytes,
         )
         self.cache = self.kv.cache
         self.tier = FakeTier(self.kv)
@@ -132,8 +143,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.append(Sequence(handle, tokens, handle.computed))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), count=st.integers(1, 8), more=st.booleans())
-    def compute(self, data: st.DataObject, count: int, more: bool) -> None:
+    @rule(
+        data=st.data(),
+        count=st.integers(1, 8),
+        more=st.booleans(),
+        kept=st.sets(st.integers(1, 40)),
+        passing=st.booleans(),
+    )
+    def compute(
+        self, data: st.DataObject, count: int, more: bool, kept: set[int], passing: bool
+    ) -> None:
         sequence = data.draw(st.sampled_from(self.running))
         if sequence.handle.fetching:
             return
@@ -150,11 +169,23 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.extend(sequence.handle, end)
         except MemoryError:
             return
-        start = sequence.computed
+        start, state = sequence.computed, sequence.handle.state
+        try:
+            self._keep(sequence.handle, [n for n in sorted(kept) if start < n <= end], passing)
+        except MemoryError:
+            self.cache.states.retract(state, start)
+            return
         piece = Slice(0, start, sequence.tokens[start:end], sequence.handle.arrays, 1, samples=True)
+        piece = replace(piece, state=state.place, snapshots=tuple(state.pending))
         self.kv.compute(Plan(chunks=[piece]), {0: sequence.tokens}, {})
         sequence.computed = end
         self.cache.commit(sequence.handle, end, end)
+
+    def _keep(self, handle: KvHandle, places: list[int], passing: bool) -> None:
+        """Snapshots of the state at ends of blocks, while there is room."""
+        for tokens in places:
+            if tokens % self.kv.block_tokens == 0 and self.cache.states.room(self.cache.free_bytes):
+                self.cache.states.snapshot(handle.state, tokens, passing=passing)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -179,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def change_memory(self, full: bool) -> None:
-        for memory in self.kv.memories:
+        for memory in self.kv.all_memories:
             memory.full = full
 
     @rule(share=st.floats(0, 1))

@@ -19,6 +19,7 @@ from penstock.testing.machine import (
 )
 from penstock.worker.core.drafts.lookup import INDEX_BYTES
 from penstock.worker.core.plan import StepLimits
+from penstock.worker.models.verify import Kept
 from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.sizing import HOST_BYTES, HOST_BYTES_PER_TOKEN, MIN_STEP_TOKENS
 from penstock.worker.profiling.timing import with_times
@@ -76,7 +77,7 @@ def test_times_of_rows_are_measured_once_and_kept(tmp_path: Path) -> None:
         found = profile(context)
         machine.steps.clear()
         found = with_times(context, found)
-        remember(context, found, {})
+        remember(context, found, Kept({}, {}))
         return found, machine
 
     first, machine = loaded(15)
@@ -185,7 +186,7 @@ def load(machine: Machine, memory_bytes: int, directory: Path) -> Profile:
     """A load that comes to its end."""
     context = make_context(machine, memory_bytes, profile_dir=str(directory))
     found = profile(context)
-    remember(context, found, LAYERS)
+    remember(context, found, Kept(LAYERS, {}))
     return found
 
 

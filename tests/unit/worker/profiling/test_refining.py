@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from penstock.testing.machine import LAYERS, MIB, Machine, make_context
+from penstock.worker.models.verify import Kept
 from penstock.worker.profiling import profile as profiles
 from penstock.worker.profiling import refining
 from penstock.worker.profiling import store as profile_store
@@ -71,7 +72,7 @@ class Serving:
         assert self.found.provisional
         self.context.kv.set_limit(self.found.kv_bytes)
         self.machine.move(self.found.kv_bytes, self.found.step_bytes)
-        self.refinement = Refinement(self.context, self.found, LAYERS)
+        self.refinement = Refinement(self.context, self.found, Kept(LAYERS, {}))
         self.before = len(self.machine.steps)
         self.folder = str(folder)
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.testing.machine import LAYERS, MIB, Machine, make_context
 from penstock.worker.core.gate import StepShape
+from penstock.worker.models.verify import Kept
 from penstock.worker.profiling import profile as profiles
 from penstock.worker.profiling import short
 from penstock.worker.profiling import store as profile_store
@@ -64,7 +65,7 @@ def test_a_first_profile_serves_again_and_says_what_it_is(
     slow(monkeypatch)
     context = make_context(Machine(), 128 * MIB, profile_dir=str(tmp_path))
     found = profiles.profile(context)
-    profiles.remember(context, found, LAYERS)
+    profiles.remember(context, found, Kept(LAYERS, {}))
     again = profiles.profile(make_context(Machine(), 128 * MIB, profile_dir=str(tmp_path)))
     assert again.provisional
     assert again.proven

@@ -81,6 +81,7 @@ class CpuBackend(Backend):
     is_process_memory = True
     step_pair_limit = 1 << 20
     full_steps_are_cheap = False
+    serves_states = True
     max_drafts = 15  # with the newest token a multiple of what its kernels take at once
     routing_changes_memory = True
     uneven_rows = (MANY_ROWS, EXPERT_ROWS, 392)  # the first piece of a product's copy has 384
@@ -137,7 +138,7 @@ class CpuBackend(Backend):
         return 0
 
     def gathered_tokens(self, layers: Sequence[LayerGeometry]) -> int:
-        return past_tokens(max(layer.kv_heads * layer.key_dim for layer in layers))
+        return past_tokens(max((layer.kv_heads * layer.key_dim for layer in layers), default=1))
 
     def synchronize(self) -> None:
         pass

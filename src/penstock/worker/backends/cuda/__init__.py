@@ -69,6 +69,7 @@ class CudaBackend(Backend):
     is_process_memory = False
     step_pair_limit = 1 << 26
     full_steps_are_cheap = True
+    serves_states = False
     max_drafts = 0
     routing_changes_memory = False  # experts are computed in groups
     uneven_rows = (64, 128, 384)

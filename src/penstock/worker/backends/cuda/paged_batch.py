@@ -50,6 +50,7 @@ class PagedBatch:
     position_ids: Tensor  # [1, T] long
     logit_rows: Tensor  # [R] long
     groups: tuple[PagedGroup, ...]
+    states: None = None  # recurrent layers are not served on a GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from penstock.worker.kv.layout.layer_blocks import LayerBlocks
+    from penstock.worker.models.recurrent.kernels import StateKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Masking:
 
 class Kernels(Protocol):
     """KV of rows into blocks, attention of rows over blocks, and what else a model gains."""
+
+    states: StateKernels  # of recurrent layers
 
     def adopt(self, model: PreTrainedModel) -> None:
         """Put the kernels' own parts into a loaded model."""

@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.worker.models.recurrent.kernels import ReferenceStates
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from penstock.worker.kv.layout.layer_blocks import LayerBlocks
     from penstock.worker.models.batch import GroupBatch, Span
     from penstock.worker.models.kernels.interface import Masking
+    from penstock.worker.models.recurrent.kernels import StateKernels
 
 # Queries are taken in tiles, so that no score matrix grows with the square of the context: the most
 # scores of all heads together.
@@ -27,6 +30,7 @@ class ReferenceKernels:
     """One sequence after the other, each over exactly its own tokens."""
 
     tile_scores = TILE_SCORES
+    states: StateKernels = ReferenceStates()
 
     def adopt(self, model: Module) -> None:
         """The model's own parts are good enough here."""

@@ -15,12 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.worker.backends.cpu.kernels import arenas, gguf_products, products
+from penstock.worker.backends.cpu.kernels import (
+    arenas,
+    gguf_products,
+    products,
+    state_kernels,
+)
 from penstock.worker.backends.cpu.kernels import layers as cpu_layers
 from penstock.worker.backends.cpu.kernels import loops as cpu_loops
 from penstock.worker.backends.cpu.kernels.arenas import NO_SINKS, Arenas
 from penstock.worker.backends.cpu.kernels.memory import LayerMemory, past_tokens
 from penstock.worker.backends.cpu.kernels.one_call import fused_layers, layer_runs
+from penstock.worker.backends.cpu.kernels.state_kernels import CpuStates
 from penstock.worker.models.kernels.reference import ReferenceKernels
 from penstock.worker.models.replacing import replace_modules, rms_norm_parts
 
@@ -40,6 +46,7 @@ class CpuKernels(ReferenceKernels):
     def __init__(self) -> None:
         self._arenas = Arenas()
         self._memory = LayerMemory()
+        self.states = CpuStates()
         warm_up(torch.get_num_threads())
 
     def adopt(self, model: nn.Module) -> None:
@@ -208,6 +215,7 @@ def _warm_up_rows() -> None:
     products.warm_up()
     gguf_products.warm_up()
     cpu_layers.warm_up()
+    state_kernels.warm_up()
 
 
 # What compiles for about as long each, by processes at the same time.

@@ -33,6 +33,7 @@ from penstock.worker.kv.layout.layer_blocks import LayerBlocks
 from penstock.worker.models import attention, fusions
 from penstock.worker.models.fusions import SAMPLE_TOKENS, TOLERANCE
 from penstock.worker.models.kernels.interface import Masking
+from penstock.worker.models.recurrent.kernels import ReferenceStates
 from penstock.worker.models.replacing import replace_modules, rms_norm_parts
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.worker.backends.cuda.paged_batch import PagedGroup
     from penstock.worker.models.fusions import PackedLayer
     from penstock.worker.models.linear import LinearWeight
+    from penstock.worker.models.recurrent.kernels import StateKernels
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ _SAMPLE_BLOCK = 16
 
 class CudaKernels:
     """Triton over the arena."""
+
+    states: StateKernels = ReferenceStates()
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
