@@ -19,6 +19,7 @@ from penstock.catalog.geometry import read_geometry
 from penstock.catalog.kv_formats import KvFormat, KvLayers
 from penstock.catalog.linear_formats import check_quantisation, quantisation
 from penstock.catalog.random_tensors import random_tensors
+from penstock.catalog.vision import Vision, read_vision
 from penstock.catalog.weights import (
     ITEM_BYTES,
     Weights,
@@ -55,6 +56,7 @@ class Card:
     sampling_defaults: Mapping[str, float]  # the author's, where the folder has them
     source: str  # where it came from, as `pull` spells it
     encoder: Encoder | None = None  # of a kind that answers with vectors or scores
+    vision: Vision | None = None  # of a model that takes images
 
     def vector_facts(self) -> dict[str, object]:
         """What those who use its vectors check; nothing of a model that makes none."""
@@ -147,6 +149,7 @@ def read_card(path: Path, name: str | None = None) -> Card:
         },
         source=source,
         encoder=read_encoder(path, kind, config, geometry.hidden_size) if encodes else None,
+        vision=None if encodes else read_vision(path, config),
     )
 
 

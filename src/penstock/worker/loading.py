@@ -52,8 +52,12 @@ from penstock.worker.models.shallow import first_layers
 from penstock.worker.process_memory import own_bytes
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.context import ProfileContext
+from penstock.worker.profiling.images import ImageCost
 from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.timing import with_times
+from penstock.worker.vision.loading import open_sight, prepared
+from penstock.worker.vision.none import NoImages
+from penstock.worker.vision.stage import ImageStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.arena import LayerGeometry
     from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.models.kernels.interface import Kernels
+    from penstock.worker.vision.loading import Sight
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +95,7 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
     clock.ended("kernels")
     progress("profile", 0, 0)
     measured = with_times(context, profile(context))
+    _open_eyes(spec, context, model.sight)
     clock.ended("profile")
     ready = _ready(context, measured, model)
     engine = _engine(context, measured, ready)
@@ -98,6 +104,7 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
             *(model.module, context.executor, context.kv),
             *(model.text, ready.context, context.memory.format),
         )
+        _check_eyes(context, model.sight, ready)
         remember(context, measured, geometry)
     booked = ready.weight_bytes + ready.graph_bytes + context.memory.committed_bytes
     ready.device_overhead_bytes = backend.overhead_bytes(booked)
@@ -117,6 +124,7 @@ class _LoadedModel:
     text: PretrainedConfig
     dtype: torch.dtype
     kernels: Kernels
+    sight: Sight
     files: ModelFiles  # as they were before the weights were read
     window: int
     fingerprint: str
@@ -133,7 +141,8 @@ def _load_model(
     dtype = _resolve_dtype(spec.dtype, config, backend)
     module = build_model(spec, config, dtype, backend.device, progress)
     clock.ended("weights")
-    kernels = backend.prepare(module, dtype)
+    sight = open_sight(spec, config, module)
+    kernels = prepared(backend, sight, module, dtype)
     window = _window(spec)
     tensors = kept_tensors(module)
     return _LoadedModel(
@@ -141,6 +150,7 @@ def _load_model(
         text=config.get_text_config(),
         dtype=dtype,
         kernels=kernels,
+        sight=sight,
         files=files,
         window=window,
         fingerprint=profile_store.fingerprint(spec, backend.processor, dtype, window, BLOCK_TOKENS),
@@ -213,7 +223,38 @@ def _profile_context(
         drafts=drafts,
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
         repeats=2 if cheap else 4,
+        images=ImageCost(model.sight.encoder, spec),
     )
+
+
+def _open_eyes(spec: LoadSpec, context: ProfileContext, sight: Sight) -> None:
+    """Let the executor take images, if the profile has found that there is memory for them."""
+    if sight.encoder is not None and context.images.pixels:
+        relieve = context.meter.drop_caches
+        context.executor.images = ImageStage(sight.encoder, spec.image_bytes, relieve)
+        return
+    if sight.encoder is not None:
+        sight.why = (
+            f"memory.limit leaves {spec.memory_bytes} bytes for it, too little to encode even "
+            "small images beside its text"
+        )
+    if sight.why:
+        context.executor.images = NoImages(sight.why)
+
+
+def _check_eyes(context: ProfileContext, sight: Sight, ready: Ready) -> None:
+    """Take no images where they would not be computed exactly; text is served all the same."""
+    if sight.encoder is None or not isinstance(context.executor.images, ImageStage):
+        return
+    from penstock.worker.vision.verify import why_not_exact
+
+    form = context.memory.format
+    why = why_not_exact(sight.encoder, context.executor, context.kv, ready.context, form)
+    if why:
+        sight.why = ready.no_images = f"it would not be exact: {why}"
+        context.executor.images = NoImages(sight.why)
+        context.images.give_up()
+        ready.image_pixels = ready.image_file_bytes = 0
 
 
 def _drafting(context: ProfileContext, measured: Profile) -> Drafting | None:
@@ -282,6 +323,9 @@ def _ready(context: ProfileContext, measured: Profile, model: _LoadedModel) -> R
         copied_bytes=model.copied_bytes,
         kept_bytes=measured.kept_bytes if measured.proven else 0,
         queue_bytes=kv.queue_bytes,
+        image_pixels=context.images.pixels,
+        image_file_bytes=spec.image_file_bytes if context.images.pixels else 0,
+        no_images=model.sight.why,
     )
 
 

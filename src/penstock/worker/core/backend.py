@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.errors import BadRequest
+from penstock.wire import Failure
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -39,6 +42,13 @@ class StepResult:
         return {number: output.tokens for number, output in self.outputs.items() if output.tokens}
 
 
+def unfollowed(why: str) -> Failure:
+    """Of a request whose form cannot be kept."""
+    return Failure(
+        BadRequest.code, f"The answer cannot be held to its form any further: {why.rstrip('.')}."
+    )
+
+
 class StepHandle(Protocol):
     """A step on its way."""
 
@@ -62,7 +72,7 @@ class Executor(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for a grammar."""
+        """Somebody waits for a grammar or an image."""
 
     @property
     def held(self) -> Collection[int]:
@@ -74,11 +84,12 @@ class Executor(Protocol):
     def ready(self, request_id: int) -> bool:
         """Whether it may be in plans."""
 
-    def failure(self, request_id: int) -> str:
-        """Why its form cannot be kept; "" if it can."""
+    def failure(self, request_id: int) -> Failure | None:
+        """Why it cannot be answered; None if it can."""
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take in what grammars have to say, or what comes first within so long."""
+        """Encode the next image; take in what grammars have to say, or what comes first within so
+        long."""
 
     def forget(self, request_id: int) -> None:
         """It will be in no plan any more."""

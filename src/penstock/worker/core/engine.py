@@ -24,6 +24,7 @@ from penstock.wire import (
     Submit,
     token_ids,
 )
+from penstock.worker.core.backend import unfollowed
 from penstock.worker.core.figures import Figures
 from penstock.worker.core.pacer import StepPacer
 from penstock.worker.core.recovery import Recovery
@@ -316,7 +317,7 @@ class GenerateEngine:
             self.executor.forget(number)
         for number, why in result.failed.items():
             self.cancel(number)
-            result.outputs[number] = _failed(number, _unfollowed(why))
+            result.outputs[number] = _failed(number, unfollowed(why))
         self._recovery.step_ran(self.profile.limits.tokens)
         self._figures.step_ran(plan.tokens, step_s, result.forward_s)
         return [output for output in result.outputs.values() if output.id in asking]
@@ -339,9 +340,7 @@ class GenerateEngine:
 
     def _enter(self, request: Submit) -> None:
         """Let it take part in steps, or say why not."""
-        failure = self._why_never(request.prompt)
-        if failure is None and (why := self.executor.failure(request.id)):
-            failure = _unfollowed(why)
+        failure = self._why_never(request.prompt) or self.executor.failure(request.id)
         if failure is not None:
             self.executor.forget(request.id)
             self._refused.append(_failed(request.id, failure))
@@ -388,12 +387,6 @@ class GenerateEngine:
             self.step()
         self.kv.clear()
         self._figures.prompt_tokens = 0
-
-
-def _unfollowed(why: str) -> Failure:
-    return Failure(
-        BadRequest.code, f"The answer cannot be held to its form any further: {why.rstrip('.')}."
-    )
 
 
 def _failed(number: int, failure: Failure) -> Output:

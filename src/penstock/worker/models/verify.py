@@ -14,6 +14,7 @@ import torch
 from penstock.errors import ModelUnusable
 from penstock.worker.core.plan import Plan, Slice
 from penstock.worker.models import attention
+from penstock.worker.models.kinds import implementation_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,6 +118,6 @@ def _own_logits(model: PreTrainedModel, ids: list[int]) -> Tensor | None:
         model.set_attn_implementation("eager")
         answer: Any = model(input_ids=inputs, use_cache=False)
     finally:
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        model.set_attn_implementation(implementation_for(model.config))
     logits: Tensor = answer.logits[0].float()
     return logits

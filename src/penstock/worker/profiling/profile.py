@@ -26,6 +26,7 @@ from penstock.worker.core.drafts.lookup import INDEX_BYTES
 from penstock.worker.core.profile import Profile
 from penstock.worker.kv.groups import cost_of
 from penstock.worker.profiling import store as profile_store
+from penstock.worker.profiling.refusal import too_large
 from penstock.worker.profiling.store import StoredProfile
 from penstock.worker.profiling.stress import StepBounds, StepShapeTrial, Stress
 
@@ -59,9 +60,14 @@ def profile(context: ProfileContext) -> Profile:
     before = context.meter.held()
     stored = profile_store.load(context.spec.profile_dir, context.fingerprint)
     applies = stored is not None and _applies(context, stored)
-    if stored is not None and applies and (found := _taken_over(context, stored)) is not None:
-        return found
+    if stored is not None and applies:
+        context.images.take(stored)
+        if (found := _taken_over(context, stored)) is not None:
+            return found
     _warm_up(context)
+    if not applies:
+        context.cap.move(context.memory.committed_bytes, context.spec.memory_bytes)
+        context.images.measure(context.meter, context.spec.memory_bytes, _window_bytes(context))
     if stored is not None and applies:
         limits = context.limits.within(stored.step_tokens, context.drafts)
         try:
@@ -91,6 +97,8 @@ def remember(context: ProfileContext, found: Profile, layers: Mapping[int, Layer
         times=found.times,
         proven=not found.shrunk,  # otherwise the next load tries again
         kept_bytes=found.kept_bytes,
+        image_pixels=context.images.pixels,
+        stage_bytes=context.images.stage_bytes,
     )
     profile_store.save(context.spec.profile_dir, stored)
 
@@ -104,6 +112,7 @@ def _applies(context: ProfileContext, stored: StoredProfile) -> bool:
         _bounds(context, limits).longest <= UNSEEN_CONTEXT * seen
         and _leaves_enough(context, limits, stored.cost)
         and not (halved and context.spec.memory_bytes > stored.memory_bytes)
+        and context.images.applies(stored, context.spec.memory_bytes, _window_bytes(context))
     )
 
 
@@ -290,7 +299,7 @@ def _profile_of(
 ) -> Profile:
     kv_bytes = _committed(context, size_bytes)
     tokens = kv_bytes // _lasting_token_bytes(context)
-    host_bytes = HOST_BYTES + tokens * _host_token_bytes(context)
+    host_bytes = HOST_BYTES + context.images.host_bytes + tokens * _host_token_bytes(context)
     return Profile(
         cost=cost,
         limits=limits,
@@ -315,13 +324,20 @@ def _largest_step(context: ProfileContext, limits: StepLimits, cost: CostModel) 
     longest = max(longest, *(point.context for point in cost.measured))
     # Prompts with log-probabilities have what is left beside a row for every sequence, and are
     # sequences themselves.
-    return cost.step(limits.tokens, limits.sequences, longest, limits.logit_rows - 1)
+    size = cost.step(limits.tokens, limits.sequences, longest, limits.logit_rows - 1)
+    return max(size, context.images.stage_bytes)  # one after the other
+
+
+def _window_bytes(context: ProfileContext) -> int:
+    """KV of the longest sequence that is served."""
+    return cost_of(context.memory.groups, context.limits.tokens).sequence(context.window)
 
 
 def _kv_room(context: ProfileContext, size_bytes: int) -> int:
     """What KV may have of `size_bytes`, when its tokens take their share on the host too."""
     each = _lasting_token_bytes(context)
-    return max(0, size_bytes - HOST_BYTES) * each // (each + _host_token_bytes(context))
+    left = max(0, size_bytes - HOST_BYTES - context.images.host_bytes)
+    return left * each // (each + _host_token_bytes(context))
 
 
 def _host_token_bytes(context: ProfileContext) -> int:
@@ -359,29 +375,5 @@ def _open(context: ProfileContext, limits: StepLimits) -> Stress:
 def _too_large(
     context: ProfileContext, limits: StepLimits, cost: CostModel | None, why: str
 ) -> ModelTooLarge:
-    spec, memory = context.spec, context.memory
-    token_bytes = sum(group.token_bytes for group in memory.groups)
-    step = _largest_step(context, limits, cost) if cost is not None else spec.memory_bytes + 1
-    needed = step + HOST_BYTES + 2 * token_bytes * memory.block_tokens
-    knobs = {
-        "memory.limit leaves this model": f"{spec.memory_bytes} bytes",
-        "models.step_tokens": f"{spec.step_tokens} (tried down to {limits.tokens})",
-        "models.step_sequences": f"{spec.step_sequences} (tried down to {limits.sequences})",
-        "models.max_context": spec.max_context or f"none (window {context.window})",
-        "models.kv_tokens": spec.kv_tokens or "auto",
-        "models.dtype": f"{spec.dtype} (in force: {context.dtype})",
-        "models.kv_dtype": f"{spec.kv_dtype} (in force: {memory.format.name})",
-        "models.threads": spec.threads or "auto",
-    }
-    told = "; ".join(f"{name} = {value}" for name, value in knobs.items())
-    measured = f"{step} bytes" if cost is not None else "more than the grant"
-    return ModelTooLarge(
-        f"{spec.name} does not fit its memory: {why}. A step of {limits.tokens} tokens and "
-        f"{limits.sequences} sequences takes {measured}, a token of KV "
-        f"{token_bytes} bytes. The knobs: {told}.",
-        numbers={
-            "reason": "memory",
-            "needed_bytes": needed,
-            "limit_bytes": spec.memory_bytes,
-        },
-    )
+    step = None if cost is None else _largest_step(context, limits, cost)
+    return too_large(context, limits, step, HOST_BYTES + context.images.host_bytes, why)

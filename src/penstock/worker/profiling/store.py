@@ -22,8 +22,8 @@ from penstock.worker.kv.arena import LayerGeometry  # noqa: TC001
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 22
-_LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
+FORMAT = 23
+_LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy", "pillow")
 
 
 class StoredProfile(msgspec.Struct, frozen=True):
@@ -40,6 +40,8 @@ class StoredProfile(msgspec.Struct, frozen=True):
     proven: bool = False
     times: tuple[tuple[int, float], ...] = ()  # seconds of steps of so many rows, if measured
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
+    image_pixels: int = 0  # of the largest image that is taken
+    stage_bytes: int = 0  # while that is encoded
 
 
 def fingerprint(
@@ -62,6 +64,7 @@ def fingerprint(
         [(name, _version(name)) for name in _LIBRARIES],
         (spec.step_tokens, spec.step_sequences, window, block_tokens, torch.get_num_threads()),
         spec.speculation,
+        (spec.image_pixels, spec.image_bytes, spec.image_file_bytes),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

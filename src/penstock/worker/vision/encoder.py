@@ -1,0 +1,89 @@
+"""One model's encoder: files of images in, rows out; and what the largest image takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.images import BadImage
+from penstock.memory.limits import IMAGE_PIXEL_BYTES
+from penstock.worker.backends.caps import is_out_of_memory
+from penstock.worker.vision.prepare import largest_images, pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.catalog.vision import Vision
+    from penstock.wire import Media
+    from penstock.worker.backends.meters import Meter
+    from penstock.worker.vision.door import VisionDoor
+    from penstock.worker.vision.prepare import Preparer
+
+log = logging.getLogger(__name__)
+
+MIN_PIXELS = 1 << 16  # images are not refused for less than this many
+_NOISE_SHARE = 0.05
+
+
+class ImageEncoder:
+    """Prepares and encodes, within `max_pixels`."""
+
+    def __init__(
+        self, door: VisionDoor, vision: Vision, preparer: Preparer, max_pixels: int
+    ) -> None:
+        self.max_pixels = max_pixels
+        self.row_bytes = door.row_bytes
+        self.three_rows = vision.three_rows
+        self.token_id = vision.token_id
+        self.door = door
+        self.preparer = preparer
+
+    def encode(self, data: bytes, media: Media) -> Tensor:
+        """[levels, tokens, hidden]."""
+        rows, grid = self.rows(data)
+        if rows.shape[1] != media.tokens or grid != tuple(media.grid):
+            raise BadImage(
+                f"The image comes to {rows.shape[1]} tokens, and its header promised "
+                f"{media.tokens}."
+            )
+        return rows
+
+    def rows(self, data: bytes) -> tuple[Tensor, tuple[int, int]]:
+        """Of any file, with the grid of its tokens."""
+        layout, inputs = self.preparer.inputs(data, self.max_pixels)
+        rows = [self.door.encode(some, tokens) for some, tokens in pieces(inputs, layout.tokens)]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)), layout.grid
+
+    def measured(self, meter: Meter, pixels: int) -> int:
+        """Bytes that an image of so many pixels takes at most while it is encoded."""
+        self.max_pixels, worst = pixels, 0
+        for number, data in enumerate(largest_images(pixels)):
+            meter.drop_caches()
+            before = meter.held()
+            meter.mark()
+            if number:  # what follows is the same for all files
+                self.preparer.inputs(data, pixels)
+            else:
+                self.rows(data)
+            worst = max(worst, meter.peak() - before)
+        meter.drop_caches()
+        return int(worst * (1 + _NOISE_SHARE)) + meter.noise_bytes
+
+    def fitted(self, meter: Meter, most_bytes: int) -> tuple[int, int]:
+        """The most pixels, up to those there may be, whose encoding takes no more than that, and
+        what it takes; (0, 0): not even small ones do."""
+        pixels = min(self.max_pixels, most_bytes // IMAGE_PIXEL_BYTES)
+        while pixels >= MIN_PIXELS:
+            try:
+                taken = self.measured(meter, pixels)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                taken = most_bytes + 1
+            log.info("images of %d pixels take %d bytes to encode", pixels, taken)
+            if taken <= most_bytes:
+                return pixels, taken
+            pixels //= 2
+        return 0, 0
