@@ -58,9 +58,11 @@ class Card:
     encoder: Encoder | None = None  # of a kind that answers with vectors or scores
     vision: Vision | None = None  # of a model that takes images
 
-    def vector_facts(self) -> dict[str, object]:
-        """What those who use its vectors check; nothing of a model that makes none."""
+    def facts(self) -> dict[str, object]:
+        """What those who use it check: that it takes images, or how its vectors are made."""
         encoder = self.encoder
+        if self.vision is not None:
+            return {"images": True}
         if encoder is None or self.kind != EMBED:
             return {}
         return {

@@ -183,7 +183,7 @@ class ModelSettings:
             "most pixels of an image; less where memory is short, and 0 takes no images",
             RELOAD,
         ),
-    ] = 64_000_000
+    ] = 50_000_000
     image_bytes: Annotated[
         int, Knob(parse_size, "memory for images' rows in the model, of all requests", RELOAD)
     ] = 128 << 20

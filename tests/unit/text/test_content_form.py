@@ -31,7 +31,8 @@ def test_templates_are_shown_what_they_take(source: str, text: bool, parts: bool
     template = ChatTemplate(source)
     form = ContentForm.of(template)
     assert (form.text, form.parts) == (text, parts)
-    messages = [{"role": "user", "content": CONTENT}, {"role": "user", "content": "plain"}]
+    plain: dict[str, Any] = {"role": "user", "content": "plain"}
+    messages = [{"role": "user", "content": CONTENT}, plain]
     written = template.render(form.shaped(messages, "<image>"))
     assert (
         written.replace("user: ", "") == ("<image>hello" if parts else "<image>\nhello") + "plain"

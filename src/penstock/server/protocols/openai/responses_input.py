@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from penstock.errors import BadRequest, shortened
-from penstock.server.protocols.chat_messages import template_call
+from penstock.server.protocols.chat_messages import ImageUrl, template_call
 from penstock.server.protocols.content import (
     ContentPart,
     MediaContent,
@@ -47,7 +47,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     type: str = ""
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = None
+    image_url: str | ImageUrl | None = None
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -171,7 +171,8 @@ def _content(part: Part, where: str) -> ContentPart:
         case "refusal":
             return TextContent(_needed(part.refusal, where, "refusal"))
         case "input_image" | "image_url" if part.image_url is not None:
-            return image_from_url(part.image_url, f"{where}.image_url")
+            url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+            return image_from_url(url, f"{where}.image_url")
         case "input_image" | "input_file" | "input_audio" | "image_url":
             return MediaContent(part.type, where)
     raise BadRequest(
