@@ -322,6 +322,7 @@ class Ready(msgspec.Struct, tag=True):
     phases: dict[str, float] = {}  # of `load_s`, in the order in which they came
     image_pixels: int = 0  # the most that an image may have; 0: none are taken
     image_file_bytes: int = 0  # files of images that may be here at once
+    image_s: float = 0.0  # to encode the largest
     no_images: str = ""  # why none are, of a model that could
 
 

@@ -325,6 +325,7 @@ def _ready(context: ProfileContext, measured: Profile, model: _LoadedModel) -> R
         queue_bytes=kv.queue_bytes,
         image_pixels=context.images.pixels,
         image_file_bytes=spec.image_file_bytes if context.images.pixels else 0,
+        image_s=context.images.stage_s,
         no_images=model.sight.why,
     )
 

@@ -26,6 +26,7 @@ class ImageCost:
         self._rows_bytes = 0 if spec is None else spec.image_bytes
         self._files_bytes = 0 if spec is None else spec.image_file_bytes
         self.stage_bytes = 0  # of the largest image, while it is encoded
+        self.stage_s = 0.0  # how long that takes
 
     @property
     def pixels(self) -> int:
@@ -48,6 +49,7 @@ class ImageCost:
         if self._encoder is not None and self.pixels:
             most = self._most_bytes(grant_bytes, window_bytes)
             self._encoder.max_pixels, self.stage_bytes = self._encoder.fitted(meter, most)
+            self.stage_s = self._encoder.encode_s
 
     def give_up(self) -> None:
         """Images turned out not to be right: none is taken, by later loads neither."""
@@ -66,4 +68,4 @@ class ImageCost:
         """As an earlier load has measured."""
         if self._encoder is not None:
             self._encoder.max_pixels = stored.image_pixels
-            self.stage_bytes = stored.stage_bytes
+            self.stage_bytes, self.stage_s = stored.stage_bytes, stored.stage_s

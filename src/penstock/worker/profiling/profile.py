@@ -99,6 +99,7 @@ def remember(context: ProfileContext, found: Profile, layers: Mapping[int, Layer
         kept_bytes=found.kept_bytes,
         image_pixels=context.images.pixels,
         stage_bytes=context.images.stage_bytes,
+        stage_s=context.images.stage_s,
     )
     profile_store.save(context.spec.profile_dir, stored)
 

@@ -42,6 +42,7 @@ class StoredProfile(msgspec.Struct, frozen=True):
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
     image_pixels: int = 0  # of the largest image that is taken
     stage_bytes: int = 0  # while that is encoded
+    stage_s: float = 0.0
 
 
 def fingerprint(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.catalog.vision import UnfitImage
 from penstock.images import BadImage
 from penstock.memory.limits import IMAGE_PIXEL_BYTES
 from penstock.worker.backends.caps import is_out_of_memory
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MIN_PIXELS = 1 << 16  # images are not refused for less than this many
 _NOISE_SHARE = 0.05
+# Of width to height: grids of tiles differ in how well they fit a shape.
+_RATIOS = (1.0, *(r for n in (5 / 4, 4 / 3, 3 / 2, 2, 3, 4, 6, 12) for r in (n, 1 / n)))
 
 
 class ImageEncoder:
@@ -37,6 +42,7 @@ class ImageEncoder:
         self.row_bytes = door.row_bytes
         self.three_rows = vision.three_rows
         self.token_id = vision.token_id
+        self.encode_s = 0.0  # of the largest image, once it is measured
         self.door = door
         self.preparer = preparer
 
@@ -59,7 +65,8 @@ class ImageEncoder:
     def measured(self, meter: Meter, pixels: int) -> int:
         """Bytes that an image of so many pixels takes at most while it is encoded."""
         self.max_pixels, worst = pixels, 0
-        for number, data in enumerate(largest_images(pixels)):
+        for number, data in enumerate(largest_images(pixels, self._largest_ratio(pixels))):
+            began = time.perf_counter()
             meter.drop_caches()
             before = meter.held()
             meter.mark()
@@ -67,9 +74,20 @@ class ImageEncoder:
                 self.preparer.inputs(data, pixels)
             else:
                 self.rows(data)
+                self.encode_s = time.perf_counter() - began
             worst = max(worst, meter.peak() - before)
         meter.drop_caches()
         return int(worst * (1 + _NOISE_SHARE)) + meter.noise_bytes
+
+    def _largest_ratio(self, pixels: int) -> float:
+        """Of width to height, where an image of so many pixels comes to the most tokens."""
+        tokens = {}
+        for ratio in _RATIOS:
+            height = max(1, int((pixels / ratio) ** 0.5))
+            with suppress(UnfitImage):
+                size = max(1, pixels // height), height
+                tokens[ratio] = self.preparer.vision.layout(*size, "").tokens
+        return max(tokens, key=lambda ratio: (tokens[ratio], -abs(ratio - 1)), default=1.0)
 
     def fitted(self, meter: Meter, most_bytes: int) -> tuple[int, int]:
         """The most pixels, up to those there may be, whose encoding takes no more than that, and

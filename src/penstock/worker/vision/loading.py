@@ -35,6 +35,11 @@ def open_sight(spec: LoadSpec, config: PretrainedConfig, model: PreTrainedModel)
     """Take a model that sees apart; its text goes through ours from now on."""
     if not sees(config):
         return Sight()
+    if not spec.device.startswith("cpu"):
+        raise ModelUnusable(
+            f"{spec.name}: models of the type {config.model_type} are served on a CPU only so far; "
+            f'set models.{spec.name}.device = "cpu".'
+        )
     from penstock.worker.vision.door import VisionDoor
 
     folder = Path(spec.path)
@@ -44,8 +49,6 @@ def open_sight(spec: LoadSpec, config: PretrainedConfig, model: PreTrainedModel)
         return Sight(door, why="its folder has no image processor of a kind that is served")
     if not spec.image_pixels:
         return Sight(door, why="images are switched off (models.image_pixels is 0)")
-    if not spec.device.startswith("cpu"):
-        return Sight(door, why="images are computed on a CPU only so far, and it is on a GPU")
     try:
         from penstock.worker.vision.encoder import ImageEncoder
         from penstock.worker.vision.prepare import Preparer

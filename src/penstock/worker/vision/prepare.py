@@ -52,7 +52,7 @@ class Preparer:
     def __init__(self, folder: Path, vision: Vision) -> None:
         import transformers
 
-        self._vision = vision
+        self.vision = vision
         name = f"{vision.processor}Pil"
         kind = getattr(transformers, name, None)
         if kind is None or getattr(kind, "is_dummy", False):
@@ -76,7 +76,7 @@ class Preparer:
                 f"The image has {header.pixels} pixels, and at most {max_pixels} are decoded."
             )
         width, height = header.upright
-        layout = self._vision.layout(width, height, "\0")
+        layout = self.vision.layout(width, height, "\0")
         return layout, self._processed(_decoded(data, header))
 
     def _processed(self, image: Image.Image) -> dict[str, Tensor]:
@@ -136,10 +136,16 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def largest_images(pixels: int) -> Iterator[bytes]:
-    """Files whose preparation takes the most of images of so many pixels: each format has a way of
-    decoding that needs more than others."""
-    side = min(max(1, int(pixels**0.5)), _WEBP_SIDE)
+def _shape_of(pixels: int, ratio: float) -> tuple[int, int]:
+    """Width and height of so many pixels, as a file on its side has them."""
+    height = min(max(1, int((pixels * ratio) ** 0.5)), _WEBP_SIDE)
+    return min(max(1, pixels // height), _WEBP_SIDE), height
+
+
+def largest_images(pixels: int, ratio: float = 1.0) -> Iterator[bytes]:
+    """Files whose preparation takes the most of images of so many pixels, `ratio` times as wide as
+    high: each format has a way of decoding that needs more than others."""
+    width, height = _shape_of(pixels, ratio)
     exif = Image.Exif()
     exif[_ORIENTATION] = 5  # both turned and mirrored
     ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -148,7 +154,7 @@ def largest_images(pixels: int) -> Iterator[bytes]:
         ("RGBA", "PNG", {"compress_level": 1}),
     )
     for mode, form, options in ways:
-        image = Image.new(mode, (side, side), (90, 60, 30, 10))
+        image = Image.new(mode, (width, height), (90, 60, 30, 10))
         file = io.BytesIO()
         image.save(file, form, exif=exif, **options)
         image.close()
