@@ -3,6 +3,7 @@ batched, cut, found or preempted; and the comparison bites."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace as changed
 
+from penstock.errors import ModelUnusable
 from penstock.testing import tiny_vision
 from penstock.testing.exactness import (
     Mismatch,
@@ -22,11 +24,14 @@ from penstock.testing.exactness import (
     start_engine,
 )
 from penstock.testing.fake_proposers import Gambler, draft_with
-from penstock.wire import Media, Sampling, Submit
+from penstock.wire import LoadSpec, Media, Sampling, Submit
 from penstock.worker.backends.cpu import CpuBackend
 from penstock.worker.kv import cache
+from penstock.worker.loading import load_engine
+from penstock.worker.models.build import read_config
 from penstock.worker.vision import stage
 from penstock.worker.vision.door import VisionDoor
+from penstock.worker.vision.loading import open_sight
 from penstock.worker.vision.stage import ImageStage
 
 if TYPE_CHECKING:
@@ -179,6 +184,9 @@ def test_found_on_disk_after_a_restart(models: TinyModels, tmp_path: Path) -> No
         engine = start_engine(
             models.folder("qwen2_5_vl"), Mode("disk"), cache=tmp_path / "profiles" / "kv"
         )
+        deadline = time.monotonic() + 60
+        while "saved" not in engine.status().tier and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the weights' digest is known
         assert first_reused(engine, asked[0]) == reused
         compare(prompts, asked, answers(engine, asked, Mode("at once")))
         while engine.tidy() is not None:
@@ -257,3 +265,20 @@ def test_a_model_whose_images_are_not_exact_serves_text_only(
     prompts = models.prompts("mistral3")
     text = prompts.of(TEXT)
     compare(prompts, [text], answers(engine, [text], Mode("at once")))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"dtype": "int8"}, "packed weights"), ({"device": "cuda:0"}, "on a CPU only so far")],
+)
+def test_what_is_not_served_yet_is_refused(
+    models: TinyModels, change: dict[str, str], words: str
+) -> None:
+    folder = models.folder("llava")
+    known: dict[str, Any] = {"device": "cpu", "dtype": "float32", **change}
+    spec = LoadSpec(name="m", path=str(folder), memory_bytes=1 << 28, **known)
+    with pytest.raises(ModelUnusable, match=words):
+        if known["device"] == "cpu":
+            load_engine(spec, lambda *_: None)
+        else:
+            open_sight(spec, read_config(spec), models.prompts("llava").model)

@@ -20,7 +20,7 @@ from penstock.catalog.random_tensors import random_tensors
 from penstock.catalog.weights import packed_weights, read_json, weight_files
 from penstock.errors import ModelUnusable
 from penstock.worker.models import attention, random_weights, weights
-from penstock.worker.models.kinds import class_for, implementation_for
+from penstock.worker.models.kinds import class_for, implementation_for, sees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,11 @@ def build_model(
         total = sum(file.stat().st_size for file in files)
         progress("weights", 0, total)
         packed = packed_weights(folder, spec.dtype)
+        if packed and sees(config):
+            raise ModelUnusable(
+                f"{spec.name}: packed weights of models that see are not served yet; take its "
+                "plain checkpoint, with dtype float32, bfloat16 or float16."
+            )
         model = None
         # With code of its own the model may be another than transformers'.
         if packed or not spec.trust_remote_code:

@@ -29,7 +29,7 @@ from penstock.catalog.linear_formats import (
 from penstock.errors import ModelUnusable
 from penstock.memory.device_kinds import kind_of
 from penstock.worker.models import attention, gguf_weights
-from penstock.worker.models.kinds import class_for, implementation_for
+from penstock.worker.models.kinds import class_for, implementation_for, sees
 from penstock.worker.models.linear import READERS, PackedEmbedding, PackedLinear, weight_of
 from penstock.worker.models.linear.expert_slots import ExpertSlots
 from penstock.worker.models.linear.reading import BrokenTensor
@@ -98,6 +98,8 @@ def fill(
 
 def skeleton(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
     """The model of a folder's config, without memory for weights; ModelUnusable: there is none."""
+    if sees(config):
+        raise ModelUnusable(f"{folder}: models that see are not quantised yet.")
     attention.register()
     try:
         return _without_weights(config, torch.float32)
