@@ -65,7 +65,8 @@ class ImageEncoder:
     def measured(self, meter: Meter, pixels: int) -> int:
         """Bytes that an image of so many pixels takes at most while it is encoded."""
         self.max_pixels, worst = pixels, 0
-        for number, data in enumerate(largest_images(pixels, self._largest_ratio(pixels))):
+        files = largest_images(pixels, self._largest_ratio(pixels))
+        for number, (data, its_pixels) in enumerate(files):
             began = time.perf_counter()
             meter.drop_caches()
             before = meter.held()
@@ -75,7 +76,7 @@ class ImageEncoder:
             else:
                 self.rows(data)
                 self.encode_s = time.perf_counter() - began
-            worst = max(worst, meter.peak() - before)
+            worst = max(worst, (meter.peak() - before) * max(pixels, its_pixels) // its_pixels)
         meter.drop_caches()
         return int(worst * (1 + _NOISE_SHARE)) + meter.noise_bytes
 

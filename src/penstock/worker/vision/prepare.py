@@ -43,6 +43,7 @@ _TURNS = {
 }
 _ORIENTATION = 0x0112
 _WEBP_SIDE = 16383
+_ENOUGH = 1 << 22  # pixels
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, UnidentifiedImageError, ArithmeticError)
 
 
@@ -142,10 +143,11 @@ def _shape_of(pixels: int, ratio: float) -> tuple[int, int]:
     return min(max(1, pixels // height), _WEBP_SIDE), height
 
 
-def largest_images(pixels: int, ratio: float = 1.0) -> Iterator[bytes]:
+def largest_images(pixels: int, ratio: float = 1.0) -> Iterator[tuple[bytes, int]]:
     """Files whose preparation takes the most of images of so many pixels, `ratio` times as wide as
-    high: each format has a way of decoding that needs more than others."""
-    width, height = _shape_of(pixels, ratio)
+    high: each format has a way of decoding that needs more than others. With how many pixels each
+    has: beyond some millions what it takes grows with them alone, so that only the first is made
+    as large as there may be."""
     exif = Image.Exif()
     exif[_ORIENTATION] = 5  # both turned and mirrored
     ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -153,12 +155,13 @@ def largest_images(pixels: int, ratio: float = 1.0) -> Iterator[bytes]:
         ("RGBA", "WEBP", {"lossless": True, "quality": 0, "method": 0}),
         ("RGBA", "PNG", {"compress_level": 1}),
     )
-    for mode, form, options in ways:
+    for number, (mode, form, options) in enumerate(ways):
+        width, height = _shape_of(pixels if not number else min(pixels, _ENOUGH), ratio)
         image = Image.new(mode, (width, height), (90, 60, 30, 10))
         file = io.BytesIO()
         image.save(file, form, exif=exif, **options)
         image.close()
-        yield file.getvalue()
+        yield file.getvalue(), width * height
 
 
 def placeholder_image(width: int, height: int) -> bytes:
