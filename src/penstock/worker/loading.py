@@ -235,8 +235,8 @@ def _open_eyes(spec: LoadSpec, context: ProfileContext, sight: Sight) -> None:
         return
     if sight.encoder is not None:
         sight.why = (
-            f"memory.limit leaves {spec.memory_bytes} bytes for it, too little to encode even "
-            "small images beside its text"
+            f"the {spec.memory_bytes} bytes that memory.limit leaves for it are too few to encode "
+            "even small images beside its text, or an earlier load found that it would not be exact"
         )
     if sight.why:
         context.executor.images = NoImages(sight.why)
