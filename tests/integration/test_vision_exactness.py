@@ -176,6 +176,18 @@ def test_the_same_image_is_found_and_another_is_not(models: TinyModels, kind: st
     assert images_of(engine).encoded == 3  # with the one that is checked at load
 
 
+def test_room_for_the_images_of_one_request_at_a_time(models: TinyModels) -> None:
+    prompts = models.prompts("smolvlm")
+    asked = several(prompts)
+    engine = start(models.folder("smolvlm"), CROWDED)
+    images = images_of(engine)
+    sizes = [{m.digest: m.tokens * images.encoder.row_bytes for m in p.media} for p in asked]
+    images._rows.limit_bytes = max(sum(size.values()) for size in sizes)
+    compare(prompts, asked, answers(engine, asked, CROWDED))
+    images.check()
+    assert images._rows.used_bytes <= images._rows.limit_bytes
+
+
 def test_found_on_disk_after_a_restart(models: TinyModels, tmp_path: Path) -> None:
     prompts = models.prompts("qwen2_5_vl")
     image, other = tiny_vision.picture(40, 24), tiny_vision.picture(40, 24, seed=2)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.errors import PenstockError
 from penstock.wire import Output
 from penstock.worker.backends.caps import is_out_of_memory
 from penstock.worker.backends.verifying import ahead_of, take_verified, verified_rows
@@ -100,8 +101,12 @@ class Executor(ABC):
     def admit(self, request: Submit, answered: TokenIds = (), scored: int = 0) -> None:
         """A request will be in plans, once it is `ready`; what constrains its answer is begun.
         It may have some of its answer already, and some of its prompt scored."""
-        self.images.add(request)
         self._grammars.add(request)
+        try:
+            self.images.add(request)
+        except PenstockError:
+            self._grammars.remove(request.id)
+            raise
         state = self._states[request.id] = RequestState(request, self._histories, scored=scored)
         state.extend(answered)
 

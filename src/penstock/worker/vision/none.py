@@ -29,7 +29,7 @@ class Images(Protocol):
 
     @property
     def waits(self) -> bool:
-        """An image is to be encoded."""
+        """An image is to be encoded, and there is room for its rows."""
 
     def work(self) -> None:
         """Encode the next one, if its rows have room."""

@@ -43,6 +43,11 @@ class RowCache:
         assert entry.holders > 0, "nobody holds it"
         entry.holders -= 1
 
+    def has_room(self, size: int) -> bool:
+        """Whether so much more can be kept, without what nobody needs."""
+        held = sum(entry.rows.nbytes for entry in self._entries.values() if entry.holders)
+        return held + size <= self.limit_bytes
+
     def make_room(self, size: int) -> bool:
         """Whether so much more can be kept; what nobody needs is let go of for it."""
         idle = [digest for digest, entry in self._entries.items() if not entry.holders]

@@ -76,7 +76,7 @@ class ImageStage:
         """Take a request's images; one whose rows can never be held is refused."""
         if not request.media:
             return
-        sizes = {image.digest: image.tokens * self.encoder.row_bytes for image in request.media}
+        sizes = {image.digest: self._bytes_of(image) for image in request.media}
         if (needed := sum(sizes.values())) > (limit := self._rows.limit_bytes):
             raise BadRequest(
                 f"The images of this request come to {needed} bytes in the model, and {limit} are "
@@ -106,8 +106,12 @@ class ImageStage:
 
     @property
     def waits(self) -> bool:
-        """An image is to be encoded, and there may be room for it."""
-        return self._next() is not None
+        """An image is to be encoded, and there is room for it."""
+        found = self._next()
+        return found is not None and self._rows.has_room(self._bytes_of(found[1]))
+
+    def _bytes_of(self, image: Media) -> int:
+        return image.tokens * self.encoder.row_bytes
 
     def work(self) -> None:
         """Encode the next image, if there is one and its rows have room."""
@@ -115,7 +119,7 @@ class ImageStage:
         if found is None:
             return
         seer, image = found
-        if not self._rows.make_room(image.tokens * self.encoder.row_bytes):
+        if not self._rows.make_room(self._bytes_of(image)):
             return
         began = time.perf_counter()
         try:

@@ -90,7 +90,9 @@ def test_who_finds_no_room_waits_and_keeps_the_order() -> None:
         images.work()
     # There would be room for the third, but not if the second comes first.
     assert [images.ready(n) for n in (1, 2, 3)] == [True, False, False]
+    assert not images.waits  # for those who ask: nothing comes of waiting for it
     images.remove(1)  # its rows make way
+    assert images.waits
     images.work()
     images.work()
     assert images.ready(2) and images.ready(3)
