@@ -7,13 +7,15 @@ End of file is death, in both directions.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.frames import HEADER as HEADER
+from penstock.frames import MAX_FRAME_BYTES, too_large
+from penstock.frames import FrameReader as FrameReader
 from penstock.memory.cost import CostModel  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 else:
     TokenIds = array  # four bytes a token, in a process as on the wire
 
-MAX_FRAME_BYTES = 256 << 20  # a guard against a broken peer, far above any real message
-HEADER = struct.Struct(">I")
+
+TOKEN_ID_BYTES = 4
 
 
 class Reserve(Enum):
@@ -71,6 +73,10 @@ class LoadSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     yields: bool = False  # other models serve, and come first while this one is loaded
     engine: EngineKind = EngineKind.GENERATE
     pooling: str | None = None  # how an encoder's rows become one, where its files do not say
+    # Of images; 0: none are taken.
+    image_pixels: int = 0  # the most that one may have
+    image_bytes: int = 0  # for the rows of all of them
+    image_file_bytes: int = 0  # for the files of those that are not encoded yet
 
 
 def token_ids(ids: Iterable[int]) -> array[int]:
@@ -125,6 +131,21 @@ class Encoding(msgspec.Struct, frozen=True, omit_defaults=True):
     raw: bool = False  # a score before its activation
 
 
+class Media(msgspec.Struct, array_like=True):
+    """An image of a prompt, whose placeholders are there already."""
+
+    digest: bytes  # of the file
+    data: bytes  # the file
+    runs: list[int]  # the first token and how many, for each run of placeholders
+    grid: tuple[int, int] = (0, 0)  # rows and columns of its tokens, where positions have them
+    where: str = ""  # the field of the request that has it, for refusals
+
+    @property
+    def tokens(self) -> int:
+        """Placeholders in all."""
+        return sum(self.runs[1::2])
+
+
 class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     """A request: token ids in, tokens out. `id` is unique in the life of the worker."""
 
@@ -142,6 +163,7 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     thinking: Thinking | None = None
     salt: bytes = b""  # requests with another one never find this one's KV
     encoding: Encoding | None = None  # of an encoder; a generating model refuses it
+    media: list[Media] = []  # in the order of the prompt
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -298,6 +320,10 @@ class Ready(msgspec.Struct, tag=True):
     kept_bytes: int = 0  # of `step_bytes`: what the process itself will come to take for good
     queue_bytes: int = 0  # of `overhead_bytes`: buffers for KV on its way to and from the disk
     phases: dict[str, float] = {}  # of `load_s`, in the order in which they came
+    image_pixels: int = 0  # the most that an image may have; 0: none are taken
+    image_file_bytes: int = 0  # files of images that may be here at once
+    image_s: float = 0.0  # to encode the largest
+    no_images: str = ""  # why none are, of a model that could
 
 
 class LoadFailed(msgspec.Struct, tag=True):
@@ -344,34 +370,8 @@ def frame(message: msgspec.Struct) -> bytes:
     """The message with its length in front, ready to send."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(body)} bytes is over the {MAX_FRAME_BYTES} allowed")
+        raise too_large(len(body))
     return HEADER.pack(len(body)) + body
-
-
-class FrameReader:
-    """Cuts a byte stream into message bodies; feed it what arrives, take what is whole."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The bodies completed by `data`, in order."""
-        buffer = self._buffer
-        buffer += data
-        bodies: list[bytes] = []
-        start = 0
-        while len(buffer) - start >= HEADER.size:
-            (size,) = HEADER.unpack_from(buffer, start)
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes is over the {MAX_FRAME_BYTES} allowed")
-            end = start + HEADER.size + size
-            if len(buffer) < end:
-                break
-            bodies.append(bytes(buffer[start + HEADER.size : end]))
-            start = end
-        if start:
-            del buffer[:start]
-        return bodies
 
 
 class WorkerChannel:

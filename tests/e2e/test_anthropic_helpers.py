@@ -253,7 +253,7 @@ def test_refusals_have_the_packages_own_classes_and_shape(client: anthropic.Anth
     assert unknown.value.type == "not_found_error"
     # Before the first byte: the stream is never entered.
     with (
-        pytest.raises(anthropic.BadRequestError, match="text only"),
+        pytest.raises(anthropic.BadRequestError, match="fetches nothing"),
         client.messages.stream(
             model=MODEL,
             max_tokens=1,

@@ -20,6 +20,7 @@ from penstock.catalog.kv_formats import KvFormat, KvLayers
 from penstock.catalog.linear_formats import check_quantisation, quantisation
 from penstock.catalog.random_tensors import random_tensors
 from penstock.catalog.states import NOMINAL_TOKEN_BYTES, StateLayer, slot_bytes
+from penstock.catalog.vision import Vision, read_vision
 from penstock.catalog.weights import (
     ITEM_BYTES,
     Weights,
@@ -57,10 +58,13 @@ class Card:
     source: str  # where it came from, as `pull` spells it
     states: tuple[StateLayer, ...] = ()  # what recurrent layers keep of a sequence of any length
     encoder: Encoder | None = None  # of a kind that answers with vectors or scores
+    vision: Vision | None = None  # of a model that takes images
 
-    def vector_facts(self) -> dict[str, object]:
-        """What those who use its vectors check; nothing of a model that makes none."""
+    def facts(self) -> dict[str, object]:
+        """What those who use it check: that it takes images, or how its vectors are made."""
         encoder = self.encoder
+        if self.vision is not None:
+            return {"images": True}
         if encoder is None or self.kind != EMBED:
             return {}
         return {
@@ -157,6 +161,7 @@ def read_card(path: Path, name: str | None = None) -> Card:
         },
         source=source,
         encoder=read_encoder(path, kind, config, geometry.hidden_size) if encodes else None,
+        vision=None if encodes else read_vision(path, config),
     )
 
 

@@ -176,6 +176,21 @@ class ModelSettings:
             RELOAD,
         ),
     ] = "auto"
+    image_pixels: Annotated[
+        int,
+        Knob(
+            parse_integer(0),
+            "most pixels of an image; less where memory is short, and 0 takes no images",
+            RELOAD,
+        ),
+    ] = 50_000_000
+    image_bytes: Annotated[
+        int, Knob(parse_size, "memory for images' rows in the model, of all requests", RELOAD)
+    ] = 128 << 20
+    image_file_bytes: Annotated[
+        int,
+        Knob(parse_size, "files of images that are on their way into the model at once", RELOAD),
+    ] = 24 << 20
     json_style: Annotated[
         str,
         Knob(parse_choice(*JSON_STYLES), "layout of JSON in structured output and tool calls", NOW),

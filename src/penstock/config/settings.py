@@ -92,6 +92,7 @@ class ServerSettings:
     max_choices: Annotated[
         int, Knob(parse_integer(1), "most answers to one request (n x prompts)", NOW)
     ] = 1024
+    max_images: Annotated[int, Knob(parse_integer(1), "most images of a request", NOW)] = 32
     max_tokens_policy: Annotated[
         str,
         Knob(parse_choice("cut", "refuse"), "a max_tokens beyond the room is cut or refused", NOW),

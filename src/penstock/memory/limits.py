@@ -33,6 +33,10 @@ GPU_PROCESS_BYTES = 1024 * MIB  # a CUDA context, compiled code, libraries' work
 
 MIN_KV_TOKENS = 128  # less than this serves no one
 MAX_WINDOWS = 64  # KV for more full windows than this has no use
+# Thought to be taken by a pixel while its image is decoded and prepared, until that is measured.
+IMAGE_PIXEL_BYTES = 24
+# Of a file while it arrives: in the buffer, as a message, and as the message's field.
+IMAGE_FILE_COPIES = 3
 SPARE = (256 * MIB, 0.02)  # the smaller of the two stays free on the machine, beyond every limit
 _LOADING_BASE_BYTES = 64 * MIB  # buffers of the reader and the converter
 _ACTIVATION_VALUES = 24  # per token and hidden value, live at the widest point of a layer

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from penstock.wire import LoadSpec, Sampling, Submit
@@ -29,12 +30,22 @@ from penstock.worker.loading import load_engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from typing import Any
+    from typing import Any, Protocol
 
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from penstock.wire import Media
     from penstock.worker.core.engine import GenerateEngine
+
+    class Answers(Protocol):
+        """Whose tokens are right."""
+
+        @property
+        def tie_logits(self) -> float: ...
+
+        def greedy(self, prompt: Sequence[int], count: int) -> Expected: ...
+
 
 TIE_LOGITS = 1e-4  # design principle 6
 # Over KV in 8 bits: a key that differs in its last digit may be rounded to the next code, and so
@@ -133,7 +144,7 @@ class Tally:
     ties: int = 0
     preemptions: int = 0  # of the run that was compared
 
-    def compare(self, reference: Reference, prompt: list[int], tokens: list[int]) -> None:
+    def compare(self, reference: Answers, prompt: list[int], tokens: list[int]) -> None:
         """Raise `Mismatch` unless `tokens` are what the reference answers to `prompt`."""
         expected = reference.greedy(prompt, len(tokens))
         for place, (ours, theirs) in enumerate(zip(tokens, expected.tokens, strict=True)):
@@ -207,6 +218,9 @@ def start_engine(
         cache_dir=None if cache is None else str(cache),
         cache_size=str(8 << 30),
         tier_bytes=tier_bytes,
+        image_pixels=1 << 16,
+        image_bytes=1 << 20,
+        image_file_bytes=1 << 20,
     )
     engine = load_engine(spec, lambda _phase, _done, _total: None)
     if tier_bytes:
@@ -232,7 +246,7 @@ def compare_mode(
         if mode.alone:
             answers = [run(engine, [prompt], count)[0] for prompt in prompts]
         else:
-            give_way = _giving_way(engine, mode.give_way_every)
+            give_way = giving_way(engine, mode.give_way_every)
             answers = run(
                 engine, prompts, count, arrive_every=mode.arrive_every, between_steps=give_way
             )
@@ -243,7 +257,7 @@ def compare_mode(
     return tally
 
 
-def _giving_way(engine: GenerateEngine, every: int) -> Callable[[], None]:
+def giving_way(engine: GenerateEngine, every: int) -> Callable[[], None]:
     """To be called between steps."""
     steps = itertools.count(1)
 
@@ -262,15 +276,19 @@ def run(
     *,
     arrive_every: int = 0,
     between_steps: Callable[[], None] = lambda: None,
+    media: Sequence[Sequence[Media]] = (),
 ) -> list[list[int]]:
-    """Greedy answers of `count` tokens to every prompt, `arrive_every` steps apart (0: at once)."""
+    """Greedy answers of `count` tokens to every prompt, `arrive_every` steps apart (0: at once);
+    `media` has the images of each."""
     answers: list[list[int]] = [[] for _ in prompts]
     to_come = list(enumerate(prompts))
     steps = 0
     while to_come or engine.has_work():
         while to_come and (arrive_every == 0 or steps >= to_come[0][0] * arrive_every):
             number, prompt = to_come.pop(0)
-            engine.submit(Submit(number, list(prompt), count, Sampling(temperature=0)))
+            images = [replace(image) for image in media[number]] if media else []
+            how = Sampling(temperature=0)
+            engine.submit(Submit(number, list(prompt), count, how, media=images))
         for output in engine.step():
             assert output.failure is None, output.failure
             answers[output.id] += output.tokens

@@ -98,6 +98,22 @@ class Machine:
         self.limit = kv_bytes + step_bytes
 
 
+class Eye:
+    """An encoder whose largest image takes that much."""
+
+    max_pixels = 1 << 20
+    encode_s = 0.5
+
+    def __init__(self, stage_bytes: int) -> None:
+        self.stage_bytes = stage_bytes
+        self.measured = 0
+
+    def fitted(self, _meter: object, most_bytes: int) -> tuple[int, int]:
+        self.measured += 1
+        assert self.stage_bytes <= most_bytes
+        return self.max_pixels, self.stage_bytes
+
+
 def make_context(
     machine: Machine, memory_bytes: int, drafts: int = 0, **more: object
 ) -> ProfileContext:

@@ -55,9 +55,11 @@ from penstock.worker.models.shallow import first_layers
 from penstock.worker.process_memory import own_bytes
 from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.context import ProfileContext
+from penstock.worker.profiling.images import ImageCost
 from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.refining import Refinement
 from penstock.worker.profiling.timing import with_times
+from penstock.worker.vision.loading import check_eyes, open_eyes, open_sight, prepared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from penstock.worker.core.profile import Profile
     from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.models.kernels.interface import Kernels
+    from penstock.worker.vision.loading import Sight
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
     clock.ended("kernels")
     progress("profile", 0, 0)
     measured = with_times(context, profile(context))
+    open_eyes(spec, context, model.sight)
     clock.ended("profile")
     ready = _ready(context, measured, model)
     engine = _engine(context, measured, ready, kept)
@@ -100,6 +104,7 @@ def load(spec: LoadSpec, progress: Progress) -> tuple[GenerateEngine, ProfileCon
             *(model.module, context.executor, context.kv),
             *(model.text, ready.context, context.memory.format),
         )
+        check_eyes(context, model.sight, ready)
         remember(context, measured, kept)
     booked = ready.weight_bytes + ready.graph_bytes + context.memory.committed_bytes
     ready.device_overhead_bytes = backend.overhead_bytes(booked)
@@ -119,6 +124,7 @@ class _LoadedModel:
     text: PretrainedConfig
     dtype: torch.dtype
     kernels: Kernels
+    sight: Sight
     files: ModelFiles  # as they were before the weights were read
     window: int
     fingerprint: str
@@ -135,7 +141,8 @@ def _load_model(
     dtype = _resolve_dtype(spec.dtype, config, backend)
     module = build_model(spec, config, dtype, backend.device, progress)
     clock.ended("weights")
-    kernels = backend.prepare(module, dtype)
+    sight = open_sight(spec, config, module)
+    kernels = prepared(backend, sight, module, dtype)
     window = _window(spec)
     tensors = kept_tensors(module)
     return _LoadedModel(
@@ -143,6 +150,7 @@ def _load_model(
         text=config.get_text_config(),
         dtype=dtype,
         kernels=kernels,
+        sight=sight,
         files=files,
         window=window,
         fingerprint=profile_store.fingerprint(spec, backend.processor, dtype, window, BLOCK_TOKENS),
@@ -229,6 +237,7 @@ def _profile_context(
         drafts=drafts,
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
         repeats=2 if cheap else 4,
+        images=ImageCost(model.sight.encoder, spec),
     )
 
 
@@ -244,10 +253,7 @@ def _grammars(spec: LoadSpec, vocabulary: int) -> Grammars:
 
 
 def _engine(
-    context: ProfileContext,
-    measured: Profile,
-    ready: Ready,
-    kept: verify.Kept,
+    context: ProfileContext, measured: Profile, ready: Ready, kept: verify.Kept
 ) -> GenerateEngine:
     backend, kv = context.backend, context.kv
     served = ServedModel(
@@ -304,6 +310,10 @@ def _ready(context: ProfileContext, measured: Profile, model: _LoadedModel) -> R
         copied_bytes=model.copied_bytes,
         kept_bytes=measured.kept_bytes if measured.proven else 0,
         queue_bytes=kv.queue_bytes,
+        image_pixels=context.images.pixels,
+        image_file_bytes=spec.image_file_bytes if context.images.pixels else 0,
+        image_s=context.images.stage_s,
+        no_images=model.sight.why,
     )
 
 

@@ -65,7 +65,7 @@ def test_documents_that_are_files(client: httpx.Client, kind: str) -> None:
     }
     content = [{"type": "document", "source": source}]
     refused = ask(client, {"role": "user", "content": content}, status=400)
-    assert "'document'; this model takes text only" in refused["error"]["message"]
+    assert "'document', which is not served" in refused["error"]["message"]
 
 
 def test_what_tools_of_their_servers_leave(client: httpx.Client) -> None:

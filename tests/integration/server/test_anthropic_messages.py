@@ -259,7 +259,8 @@ def test_counting_runs_nothing(client: httpx.Client) -> None:
          "web_search"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, 400,
          "invalid_request_error", "tool_choice"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400,
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
+            "type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}]}]}, 400,
          "invalid_request_error", "text only"),
         ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "empty"),
     ],

@@ -154,7 +154,7 @@ def test_a_message_of_a_tool(client: httpx.Client) -> None:
 def test_parts_as_chats_have_them(client: httpx.Client) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
     assert "user: one\ntwo" in echoed(client, {"role": "user", "content": parts})
-    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]
     assert "text only" in str(ask(client, 400, input=[{"role": "user", "content": image}]))
 
 

@@ -78,7 +78,7 @@ def test_a_folder_says_how_rows_become_a_vector(tmp_path: Path) -> None:
     )
     assert (encoder.dimensions, encoder.default_dimensions, encoder.usual_tokens) == (5, 3, 64)
     assert (encoder.prompts, encoder.default_prompt) == ({"query": "query: "}, "query")
-    assert card.vector_facts() == {
+    assert card.facts() == {
         "dimensions": 3,
         "pooling": ["cls", "mean"],
         "normalized": True,

@@ -75,6 +75,8 @@ async def _verdict(job: Job, services: Services) -> dict[str, object]:
         "kv_dtype": residency.plan(job.card).kv_format.name,
         **_context(capacity, largest_kv(snapshot, capacity, usages)),
     }
+    if job.pictures:
+        result["images"] = [picture.facts() for picture in job.pictures]
     if isinstance(verdict, Refuse):
         return result | error_object(verdict.error)
     if isinstance(verdict, Accept):

@@ -134,7 +134,7 @@ def card_row(card: Card, models: ModelsSettings) -> dict[str, Any]:
         "name": card.name,
         "path": str(card.path),
         "kind": card.kind,
-        **card.vector_facts(),
+        **card.facts(),
         "architecture": card.architecture,
         "parameters": card.parameters,
         "bytes": card.bytes_in_memory(),

@@ -7,10 +7,11 @@ Knows no protocol's field names beyond those that a refusal points at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock import wire
 from penstock.errors import BadRequest
 from penstock.grammars.messages import Outcome
 from penstock.server.fields.generation import GenerationFields, refuse_conflicts
@@ -18,6 +19,16 @@ from penstock.server.http.threads import build_grammar, run_in_thread
 from penstock.server.pipeline.front_door import FrontDoor
 from penstock.server.pipeline.generation import Job
 from penstock.server.pipeline.grammar_writing import keep, writing_bytes
+from penstock.server.pipeline.images import (
+    Picture,
+    added_tokens,
+    check_taken,
+    image_token,
+    laid_out,
+    looked_at,
+    spread,
+    taken_out,
+)
 from penstock.text.chat_format import Thinking, ToolUse
 from penstock.text.grammars.grammar import GrammarSource
 from penstock.text.grammars.json_form import style_of
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.text.chat_format import OutputSpec
     from penstock.text.grammars.grammar import Format
     from penstock.text.tools.dialect import Tool
+    from penstock.wire import Media, TokenIds
 
 Result = TypeVar("Result")
 
@@ -89,6 +101,7 @@ async def _prepare(
     max_tokens = settings.max_tokens if asked.max_tokens is None else asked.max_tokens
     fields.check_min_tokens(max_tokens)
     text = await services.text(card)
+    asked, pictures = await _seen(exchange, asked, services, card, text)
     sampling = fields.sampling(card.sampling_defaults, card.vocab_size, asked.logprobs)
     stop_token_ids = fields.stop_tokens(card.eos_token_ids, card.vocab_size)
     render = partial(_render, card, text, asked, settings)
@@ -97,7 +110,7 @@ async def _prepare(
     door = FrontDoor(services, card, exchange.memory, asked.prompt_field)
     # The template has written the special tokens already, unless the client knows better.
     added = fields.add_special_tokens is True
-    prompt = await door.encode(text.tokenizer, prompt_text, add_special_tokens=added)
+    prompt, media = await _tokens(door, text, prompt_text, pictures, added=added)
     if not prompt:
         raise BadRequest(
             f"`{asked.prompt_field}` come to no token at all.", param=asked.prompt_field
@@ -112,7 +125,38 @@ async def _prepare(
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         output=output,
+        media=media,
+        pictures=pictures,
     )
+
+
+async def _seen(
+    exchange: Exchange, asked: Conversation, services: PipelineServices, card: Card, text: Text
+) -> tuple[Conversation, list[Picture]]:
+    """The conversation as a template may see it, and its images, which this model takes."""
+    shown, sent = taken_out(asked.messages)
+    check_taken(card, sent, services.config.server.max_images)
+    if not sent:
+        return asked, []
+    assert card.vision is not None
+    token = image_token(text.tokenizer, card)
+    look = partial(looked_at, sent, card.vision, token, services.settings(card))
+    pictures = await run_in_thread(exchange.memory.size, look)
+    return replace(asked, messages=shown), pictures
+
+
+async def _tokens(
+    door: FrontDoor, text: Text, prompt: str, pictures: list[Picture], *, added: bool
+) -> tuple[TokenIds, list[Media]]:
+    """A prompt's tokens, those of its images among them, and where these are."""
+    if not pictures:
+        return await door.encode(text.tokenizer, prompt, add_special_tokens=added), []
+    token, more = image_token(text.tokenizer, door.card), added_tokens(pictures)
+    prompt = laid_out(prompt, pictures, token)
+    ids = await door.encode(text.tokenizer, prompt, add_special_tokens=added, more=more)
+    assert door.card.vision is not None
+    await door.memory.grow(2 * wire.TOKEN_ID_BYTES * (len(ids) + more))
+    return spread(ids, pictures, door.card.vision.token_id)
 
 
 async def _in_booked_memory(
@@ -143,8 +187,9 @@ def _render(
             f"The model {card.name!r} has no chat template; use /v1/completions.", param="model"
         )
     chat_format = text.chat_format
+    mark = "" if card.vision is None else image_token(text.tokenizer, card)
     return text.template.render(
-        chat_format.messages(asked.messages, asked.tools),
+        text.form.shaped(chat_format.messages(asked.messages, asked.tools), mark),
         add_generation_prompt=asked.add_generation_prompt and not asked.continues,
         continue_final_message=asked.continues,
         tools=chat_format.shown_tools(asked.tools),

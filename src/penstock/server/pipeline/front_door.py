@@ -40,10 +40,11 @@ class FrontDoor:
     prompt_field: str  # where a refusal points
 
     async def encode(
-        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, more: int = 0
     ) -> TokenIds:
-        """The text's tokens; one that is certainly too long is refused without encoding it."""
-        least = tokenizer.min_tokens_of(text)
+        """The text's tokens; one that is certainly too long, with `more` that come behind this, is
+        refused without encoding it."""
+        least = tokenizer.min_tokens_of(text) + more
         await self.check(RequestNeed(least, None, self.prompt_field, at_least=True))
         return await self.tokens(tokenizer, text, add_special_tokens=add_special_tokens)
 

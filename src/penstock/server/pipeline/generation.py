@@ -20,6 +20,7 @@ from penstock.memory.clients.requests import ANSWER_TOKEN_BYTES, LOGPROB_BYTES, 
 from penstock.server.fields.generation import seed_of
 from penstock.server.observe.progress import Asked, Progress
 from penstock.server.pipeline.front_door import FrontDoor
+from penstock.server.pipeline.images import check_loaded
 from penstock.server.pipeline.pieces import AnswerReading, FinishReason, Piece
 from penstock.server.pipeline.queue import run_together
 from penstock.text.chat_format import OutputSpec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.memory.clients.requests import RequestMemory
     from penstock.server.fields.generation import GenerationFields
     from penstock.server.http.long_json import JsonText
+    from penstock.server.pipeline.images import Picture
     from penstock.server.pipeline.queue import QueuedRequest
     from penstock.server.pipeline.services import PipelineServices
     from penstock.server.processes.worker_client import ModelClient
@@ -55,6 +57,8 @@ class Job:
     prompt_logprobs: int | None = None
     output: OutputSpec = field(default_factory=OutputSpec)
     echoed: list[JsonText] | None = None  # the prompts, where they are part of the answer
+    media: list[wire.Media] = field(default_factory=list)  # images of the one prompt
+    pictures: list[Picture] = field(default_factory=list)  # the same as they were looked at
 
     @property
     def n(self) -> int:
@@ -180,6 +184,7 @@ class Generation:
             wait_s = max(self._deadline - asked, 0.0)
             async with services.residency.lease(job.card.name, wait_s) as (_, client):
                 self.load_s = time.monotonic() - asked
+                check_loaded(job.pictures, client.ready)
                 self.progress.has_model(client.ready.cost)
                 grants = [
                     await self._door.grant(self._need(len(prompt)), self._deadline)
@@ -249,6 +254,7 @@ class Generation:
             grammar=None if job.output.grammar is None else job.output.grammar.key,
             thinking=job.output.thinking,
             salt=self._origin.salt,
+            media=job.media,
         )
 
     async def _choice(
@@ -270,9 +276,13 @@ class Generation:
         reading = AnswerReading(stream, Parsing(job.output.parser))
         prompt_logprobs: list[wire.TokenLogprobs | None] = []
         last_token: float | None = None
-        async with client.generate(submit) as outputs:
+        async with (
+            client.image_files.held(submit.media) as files,
+            client.generate(submit) as outputs,
+        ):
             self.progress.begin()
             async for output in outputs:
+                files.give()  # what has a token has been seen
                 prompt_logprobs += output.prompt_logprobs or []
                 if output.preempted:
                     self.progress.preemptions[index] = output.preempted

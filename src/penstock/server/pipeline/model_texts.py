@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import Overloaded
 from penstock.memory.domains import RAM
 from penstock.memory.ledger import Purpose
 from penstock.text.chat_format import ChatFormat
+from penstock.text.content_form import ContentForm
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -35,6 +36,7 @@ class Text:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     chat_format: ChatFormat | None
+    form: ContentForm = field(default_factory=ContentForm)
 
 
 class Texts:
@@ -109,6 +111,7 @@ def _file_bytes(card: Card) -> int:
 
 def _read(card: Card, dialect: str | None) -> Text:
     tokenizer = Tokenizer.from_folder(card.path)
-    return Text(
-        tokenizer, ChatTemplate.from_tokenizer(tokenizer), ChatFormat.of(tokenizer, dialect)
-    )
+    template, form = ChatTemplate.from_tokenizer(tokenizer), ContentForm()
+    if template is not None and card.vision is not None:
+        form = ContentForm.of(template)
+    return Text(tokenizer, template, ChatFormat.of(tokenizer, dialect), form)

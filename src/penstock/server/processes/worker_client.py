@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.errors import Overloaded, PenstockError, WorkerLost, by_code
+from penstock.server.processes.image_files import ImageFiles
 from penstock.wire import (
     Alive,
     Cancel,
@@ -48,6 +49,7 @@ class ModelClient:
         self.longest_step_s = 0.0
         self.on_step: Callable[[], None] | None = None  # after each step
         self.on_notice: Callable[[str], None] = lambda words: None  # for people to read
+        self.image_files = ImageFiles()
         self._ready: Ready | None = None
         self._send = send
         self._ids = itertools.count(1)
@@ -115,6 +117,7 @@ class ModelClient:
             return
         if isinstance(message, Ready):
             self._ready = message
+            self.image_files.limit_bytes = message.image_file_bytes
             return
         if isinstance(message, Alive):
             answer = self._probes.pop(message.number, None)

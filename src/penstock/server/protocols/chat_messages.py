@@ -22,8 +22,11 @@ from penstock.server.http.free_form import (
 from penstock.server.protocols.content import (
     ContentPart,
     MediaContent,
+    TemplateContent,
     TextContent,
+    image_from_url,
     template_content,
+    text_content,
 )
 
 TemplateArguments = Annotated[msgspec.Raw, kept_as_text(dict[str, Any])]
@@ -55,8 +58,23 @@ class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
     refusal: str
 
 
+class ImageUrl(msgspec.Struct):
+    """Where an image is; how closely it is looked at is the model's processor's to say."""
+
+    url: str
+    detail: str | None = None
+
+
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     """An image."""
+
+    image_url: ImageUrl | str
+
+
+class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
+    """The same as responses have it."""
+
+    image_url: str
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
@@ -78,6 +96,7 @@ Part = (
     | ThinkingPart
     | RefusalPart
     | ImagePart
+    | InputImagePart
     | AudioPart
     | VideoPart
     | FilePart
@@ -151,7 +170,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     # Templates know one name of each role.
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    result: dict[str, Any] = {"role": role, "content": _text(message, where)}
+    result: dict[str, Any] = {"role": role, "content": _content(message, where)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             result[name] = value
@@ -164,7 +183,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     return result
 
 
-def _text(message: Message, where: str) -> str:
+def _content(message: Message, where: str) -> TemplateContent:
     content = message.content
     if content is None:
         return ""
@@ -177,17 +196,22 @@ def _text(message: Message, where: str) -> str:
         )
     if isinstance(content, str):
         return content
-    return template_content(
+    parts = (
         _part(part, f"{where}.content[{number}]")
         for number, part in enumerate(content)
         if not isinstance(part, ThinkingPart)
     )
+    return template_content(parts) if message.role == "user" else text_content(parts)
 
 
 def _part(part: Part, where: str) -> ContentPart:
     match part:
         case TextPart(text=text) | RefusalPart(refusal=text):
             return TextContent(text)
+        case ImagePart(image_url=ImageUrl(url=url)) | ImagePart(image_url=str(url)):
+            return image_from_url(url, f"{where}.image_url")
+        case InputImagePart(image_url=url):
+            return image_from_url(url, f"{where}.image_url")
     return MediaContent(str(type(part).__struct_config__.tag), where)
 
 

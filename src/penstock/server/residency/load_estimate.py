@@ -18,6 +18,8 @@ from penstock.memory.domains import RAM, domain_of
 from penstock.memory.ledger import Purpose
 from penstock.memory.limits import (
     GPU_PROCESS_BYTES,
+    IMAGE_FILE_COPIES,
+    IMAGE_PIXEL_BYTES,
     MAX_WINDOWS,
     MIN_KV_TOKENS,
     RAM_PROCESS_BYTES,
@@ -104,6 +106,17 @@ class LoadEstimate:
         there are those of the next step as well."""
         return self.step_sequences * (1 if self.card.encoder is None else 2)
 
+    @property
+    def image_bytes(self) -> int:
+        """Booked for images beside the step, whatever they take while they are encoded."""
+        if self.card.vision is None or not self._image_pixels:
+            return 0
+        return self.settings.image_bytes + IMAGE_FILE_COPIES * self.settings.image_file_bytes
+
+    @property
+    def _image_pixels(self) -> int:
+        return self.settings.image_pixels if self.domain.is_ram else 0
+
     def step_bytes(self, tokens: int | None = None) -> int:
         """Thought to be taken by a step of so many tokens; otherwise by the largest."""
         if self.card.encoder is not None:
@@ -111,7 +124,7 @@ class LoadEstimate:
             tokens = min(tokens or max(self.step_tokens, self.window), self.window)
             return step_reserve(tokens, 0, self.card.hidden_size, 0, ITEM_BYTES[self.dtype])
         tokens = min(tokens or self.step_tokens, self.step_tokens, self.window)
-        return step_reserve(
+        return self.image_bytes + step_reserve(
             tokens,
             self.step_sequences,
             self.card.hidden_size,
@@ -157,8 +170,12 @@ class LoadEstimate:
         step = self.step_bytes() - self.step_bytes(SMALLEST_STEP_TOKENS)
         if not own and (self.settings.kv_min_tokens or self.settings.kv_min_bytes):
             least += step  # so that the user's minimum is left beside it
+        # Where there is memory to spare, for the largest image too: between two steps it has that
+        # of the step and whatever else is not KV.
+        image = IMAGE_PIXEL_BYTES * self._image_pixels if self.image_bytes else 0
         return LoadNeed(
-            self.card.name, self.domain, self.fixed(), least, max(window, least) + step, most + step
+            *(self.card.name, self.domain, self.fixed(), least),
+            *(max(window, least) + step, most + step + image),
         )
 
     def spec(self, kv_bytes: int, largest_bytes: int, storage: Storage) -> LoadSpec:
@@ -188,6 +205,9 @@ class LoadEstimate:
             trust_remote_code=settings.trust_remote_code,
             engine=EngineKind.GENERATE if self.card.encoder is None else EngineKind.ENCODE,
             pooling=None if settings.pooling == "auto" else settings.pooling,
+            image_pixels=settings.image_pixels if self.card.vision is not None else 0,
+            image_bytes=settings.image_bytes,
+            image_file_bytes=settings.image_file_bytes,
             speculation=settings.speculation,
         )
 

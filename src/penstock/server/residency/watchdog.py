@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.memory.events import Events
     from penstock.server.processes.supervisor import WorkerHandle
 
-STEP_FACTOR = 4  # times the longest step, or the load
+STEP_FACTOR = 4  # times the longest step, image or load
 # Between two looks; the rest of a longer time is the server's own absence.
 _MAX_BETWEEN_S = 10.0
 
@@ -81,7 +81,8 @@ class Watchdog:
         if not worker.ready.done():
             return self._hang_s
         client = worker.client
-        return max(self._hang_s, STEP_FACTOR * max(client.longest_step_s, client.ready.load_s))
+        longest_s = max(client.longest_step_s, client.ready.load_s, client.ready.image_s)
+        return max(self._hang_s, STEP_FACTOR * longest_s)
 
     def _end(self, name: str, worker: WorkerHandle, silent_s: float, patience_s: float) -> None:
         what = "did no step" if worker.ready.done() else "made no progress with its load"

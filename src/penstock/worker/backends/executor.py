@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.errors import PenstockError
 from penstock.wire import Output
 from penstock.worker.backends.caps import is_out_of_memory
 from penstock.worker.backends.verifying import ahead_of, take_verified, verified_rows
 from penstock.worker.core.backend import StepResult
+from penstock.worker.core.failures import unfollowed
 from penstock.worker.engine.grammar import MASK_WAIT_S
 from penstock.worker.engine.history import PromptHistories
 from penstock.worker.engine.requests import RequestState
 from penstock.worker.models.batch import build_batch
+from penstock.worker.vision.none import NoImages
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,12 +31,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from penstock.wire import Submit, TokenIds, TokenLogprobs
+    from penstock.wire import Failure, Submit, TokenIds, TokenLogprobs
     from penstock.worker.backends.runner import Runner
     from penstock.worker.core.backend import StepHandle
     from penstock.worker.core.plan import Plan, Slice
     from penstock.worker.engine.grammar import Grammars, Masks
     from penstock.worker.engine.sampler import Sampler
+    from penstock.worker.vision.none import Images
 
 
 STATE_MASK_WAIT_S = 0.25
@@ -77,6 +81,7 @@ class Executor(ABC):
     def __init__(self, model: PreTrainedModel, grammars: Grammars, sampler: Sampler) -> None:
         self.model = model
         self.sampler = sampler
+        self.images: Images = NoImages()
         self._grammars = grammars
         self._states: dict[int, RequestState] = {}
         self._histories = PromptHistories()
@@ -102,25 +107,39 @@ class Executor(ABC):
         """A request will be in plans, once it is `ready`; what constrains its answer is begun.
         It may have some of its answer already, and some of its prompt scored."""
         self._grammars.add(request)
+        try:
+            self.images.add(request)
+        except PenstockError:
+            self._grammars.remove(request.id)
+            raise
         state = self._states[request.id] = RequestState(request, self._histories, scored=scored)
         state.extend(answered)
 
     def ready(self, request_id: int) -> bool:
         """Whether it may be in plans."""
-        return self._grammars.ready(request_id)
+        return self._grammars.ready(request_id) and self.images.ready(request_id)
 
-    def failure(self, request_id: int) -> str:
-        """Why its form cannot be kept; "" if it can."""
-        return self._grammars.failure(request_id)
+    def failure(self, request_id: int) -> Failure | None:
+        """Why it cannot be answered, or not in its form."""
+        why = self._grammars.failure(request_id)
+        return unfollowed(why) if why else self.images.failure(request_id)
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take in what grammars have to say, or what comes first within so long."""
+        """Encode the next image; take in what grammars have to say, or what comes first within so
+        long."""
+        if self.images.waits:
+            self.encode_next()
+            wait_s = 0.0
         self._grammars.poll(wait_s)
+
+    def encode_next(self) -> None:
+        """On the device, where steps are computed."""
+        self.images.work()
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for a grammar."""
-        return self._grammars.waits
+        """Somebody waits for a grammar or an image."""
+        return self._grammars.waits or self.images.waits
 
     @property
     def held(self) -> Collection[int]:
@@ -130,6 +149,7 @@ class Executor(ABC):
     def forget(self, request_id: int) -> None:
         """It will be in no plan any more."""
         self._grammars.remove(request_id)
+        self.images.remove(request_id)
         self._states.pop(request_id, None)
 
     def out_of_memory(self, error: BaseException) -> bool:
@@ -200,12 +220,22 @@ class BlockingExecutor(Executor):
         self._mask_wait_s = STATE_MASK_WAIT_S if recurs else MASK_WAIT_S
 
     def logits(self, plan: Plan) -> Tensor:
-        batch = build_batch(plan, self._block_tokens, self._runner.device)
+        batch = self.images.laid(build_batch(plan, self._block_tokens, self._runner.device), plan)
         return self._runner.forward(batch).float()
 
     @property
     def crowded(self) -> bool:
         return self._lock is not None and self._lock.crowded
+
+    def encode_next(self) -> None:
+        if self._lock is None:
+            self.images.work()
+            return
+        try:
+            self._lock.take()
+            self.images.work()
+        finally:
+            self._lock.give()
 
     def launch(self, plan: Plan, after: StepHandle | None = None) -> StepHandle:
         if self._lock is None:
@@ -227,7 +257,7 @@ class BlockingExecutor(Executor):
         states = self.observe(plan)
         rows, samplers = verified_rows(plan)
         masked = self._grammars.begin(self._branches(samplers))
-        batch = build_batch(plan, self._block_tokens, self._runner.device)
+        batch = self.images.laid(build_batch(plan, self._block_tokens, self._runner.device), plan)
         started = time.perf_counter()
         logits = self._runner.forward(batch).float()
         result.forward_s = time.perf_counter() - started

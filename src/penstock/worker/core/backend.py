@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from penstock.wire import Output, Submit
+    from penstock.wire import Failure, Output, Submit
     from penstock.worker.core.plan import Plan
     from penstock.worker.core.sequence import Ended
 
@@ -62,7 +62,7 @@ class Executor(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for a grammar."""
+        """Somebody waits for a grammar or an image."""
 
     @property
     def held(self) -> Collection[int]:
@@ -74,11 +74,12 @@ class Executor(Protocol):
     def ready(self, request_id: int) -> bool:
         """Whether it may be in plans."""
 
-    def failure(self, request_id: int) -> str:
-        """Why its form cannot be kept; "" if it can."""
+    def failure(self, request_id: int) -> Failure | None:
+        """Why it cannot be answered; None if it can."""
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take in what grammars have to say, or what comes first within so long."""
+        """Encode the next image; take in what grammars have to say, or what comes first within so
+        long."""
 
     def forget(self, request_id: int) -> None:
         """It will be in no plan any more."""

@@ -346,9 +346,7 @@ class GenerateEngine:
 
     def _enter(self, request: Submit) -> None:
         """Let it take part in steps, or say why not."""
-        failure = self._why_never(request.prompt)
-        if failure is None and (why := self.executor.failure(request.id)):
-            failure = unfollowed(why)
+        failure = self._why_never(request.prompt) or self.executor.failure(request.id)
         if failure is not None:
             self.executor.forget(request.id)
             self._refused.append(failed(request.id, failure))

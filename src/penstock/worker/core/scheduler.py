@@ -106,7 +106,7 @@ class Scheduler:
         assert len(request.prompt) + request.max_tokens <= self._kv.max_tokens(), "can never fit"
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals, self._shared.set(request.stop_token_ids))
-        sequence.kv = self._kv.open(sequence.tokens, request.salt)
+        sequence.kv = self._kv.open(sequence.tokens, request.salt, request.media)
         self._sequences[request.id] = sequence
         place = len(self._waiting)
         while place and (other := self._waiting[place - 1]).request.priority > request.priority:

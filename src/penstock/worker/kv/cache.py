@@ -18,14 +18,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.worker.kv.fetching import Fetching
-from penstock.worker.kv.hashes import BlockHashes, root_key
+from penstock.worker.kv.hashes import BlockHashes, media_extras, root_key
 from penstock.worker.kv.held import HeldBlocks
 from penstock.worker.kv.tables import BlockTable, KvHandle, Match
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from penstock.memory.cost import KvCost
+    from penstock.wire import Media
     from penstock.worker.core.plan import Plan
     from penstock.worker.kv.groups import LayerGroup
     from penstock.worker.kv.pools import GroupMemory
@@ -136,9 +137,10 @@ class KvCache:
     # --- a sequence's life ---
 
     def open(
-        self, tokens: Sequence[int], salt: bytes = b"", extras: Mapping[int, bytes] | None = None
+        self, tokens: Sequence[int], salt: bytes = b"", media: Sequence[Media] = ()
     ) -> KvHandle:
         """A handle without blocks; `tokens` grows, and what is in it does not change."""
+        extras = media_extras(media, self.block_tokens)
         hashes = BlockHashes(root_key(salt), tokens, self.block_tokens, extras)
         return KvHandle(hashes, [BlockTable() for _ in self.groups])
 

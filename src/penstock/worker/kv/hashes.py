@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Seq
 
+    from penstock.wire import Media
+
 KEY_BYTES = 16
 
 
@@ -27,6 +29,21 @@ def root_key(salt: bytes = b"") -> bytes:
 def group_key(key: bytes, group: int) -> bytes:
     """The key of a group's block where keys of all groups are in one name space."""
     return key + bytes([group]) if group else key
+
+
+def media_extras(media: Seq[Media], block_tokens: int) -> dict[int, bytes]:
+    """What images add to the keys of the blocks that have tokens of them: placeholders are the same
+    for all images. Which rows of it a block has is told by where the first of them is."""
+    extras: dict[int, bytes] = {}
+    for image in media:
+        assert len(image.digest) >= KEY_BYTES, "an image without a digest has no key"
+        done = 0
+        for first, count in zip(image.runs[::2], image.runs[1::2], strict=True):
+            for block in range(first // block_tokens, -(-(first + count) // block_tokens)):
+                row = done + max(0, block * block_tokens - first)
+                extras[block] = extras.get(block, b"") + image.digest + row.to_bytes(4, "little")
+            done += count
+    return extras
 
 
 class BlockHashes:

@@ -52,14 +52,23 @@ class GroupBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaRows:
+    """Rows that stand in the place of placeholders' embeddings."""
+
+    places: Tensor  # [n] long: of the batch
+    rows: Tensor  # [levels, n, hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's inputs on the device."""
 
     input_ids: Tensor  # [1, T] long
-    position_ids: Tensor  # [1, T] long
+    position_ids: Tensor  # [1, T] long, or [3, 1, T]
     logit_rows: Tensor  # [R] long: rows whose logits are wanted
     groups: tuple[GroupBatch, ...]
     states: StateRows | None = None  # of a model with recurrent layers
+    media: MediaRows | None = None  # of a step with images
 
 
 def build_batch(plan: Plan, block_tokens: int, device: torch.device) -> Batch:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from penstock.catalog.linear_formats import MADE_AT_LOAD, packed_linears, quantisation
 from penstock.catalog.random_tensors import random_tensors
 from penstock.catalog.weights import packed_weights, read_json, weight_files
 from penstock.errors import ModelUnusable
 from penstock.worker.models import attention, random_weights, weights
+from penstock.worker.models.kinds import class_for, implementation_for, sees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,13 +68,18 @@ def build_model(
         total = sum(file.stat().st_size for file in files)
         progress("weights", 0, total)
         packed = packed_weights(folder, spec.dtype)
+        if packed and sees(config):
+            raise ModelUnusable(
+                f"{spec.name}: packed weights of models that see are not served yet; take its "
+                "plain checkpoint, with dtype float32, bfloat16 or float16."
+            )
         model = None
         # With code of its own the model may be another than transformers'.
         if packed or not spec.trust_remote_code:
             told = partial(progress, "weights")
             model = weights.stream(config, dtype, device, files, packed, told)
         if model is None:
-            model = stored_model(spec, config, dtype, AutoModelForCausalLM)
+            model = stored_model(spec, config, dtype, class_for(config))
     model = model.to(device).eval().requires_grad_(False)
     progress("weights", total, total)
     return model
@@ -93,7 +99,7 @@ def stored_model(
             spec.path,
             config=config,
             dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
+            attn_implementation=implementation_for(config),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
@@ -138,8 +144,8 @@ def _random_model(
         return weights.fill(config, dtype, device, numbers, packed)
     torch.manual_seed(seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        return class_for(config).from_config(
+            config, dtype=dtype, attn_implementation=implementation_for(config)
         )
 
 

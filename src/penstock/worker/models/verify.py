@@ -15,6 +15,7 @@ import torch
 from penstock.errors import ModelUnusable
 from penstock.worker.core.plan import Plan, Slice
 from penstock.worker.models import attention
+from penstock.worker.models.kinds import implementation_for, sees
 from penstock.worker.models.recurrent import hook
 from penstock.worker.models.recurrent.hook import StateRecording
 
@@ -68,6 +69,11 @@ def probe(model: PreTrainedModel, text: PretrainedConfig) -> Kept:
     recording, states = attention.Recording(), StateRecording()
     ids = torch.arange(2, device=model.device)[None]
     recurs = hook.install(model)
+    if recurs and sees(model.config):
+        raise ModelUnusable(
+            f"{name} has an encoder of images and recurrent layers; penstock serves models with "
+            "one of both so far."
+        )
     try:
         with attention.running(recording), hook.states_of(states) as cache:
             named = {hook.cache_name(model): cache} if recurs else {}
@@ -192,6 +198,6 @@ def _own_logits(model: PreTrainedModel, ids: list[int]) -> Tensor | None:
         model.set_attn_implementation("eager")
         answer: Any = model(input_ids=inputs, use_cache=False)
     finally:
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        model.set_attn_implementation(implementation_for(model.config))
     logits: Tensor = answer.logits[0].float()
     return logits

@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from penstock.catalog.linear_formats import (
@@ -30,6 +29,7 @@ from penstock.catalog.linear_formats import (
 from penstock.errors import ModelUnusable
 from penstock.memory.device_kinds import kind_of
 from penstock.worker.models import attention, gguf_weights
+from penstock.worker.models.kinds import class_for, implementation_for, sees
 from penstock.worker.models.linear import READERS, PackedEmbedding, PackedLinear, weight_of
 from penstock.worker.models.linear.expert_slots import ExpertSlots
 from penstock.worker.models.linear.reading import BrokenTensor
@@ -98,6 +98,8 @@ def fill(
 
 def skeleton(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
     """The model of a folder's config, without memory for weights; ModelUnusable: there is none."""
+    if sees(config):
+        raise ModelUnusable(f"{folder}: models that see are not quantised yet.")
     attention.register()
     try:
         return _without_weights(config, torch.float32)
@@ -323,10 +325,10 @@ def _stored(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 def _without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with no_init_weights(), _Nowhere():
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = class_for(config).from_config(
                 config,
                 dtype=dtype,
-                attn_implementation=attention.IMPLEMENTATION,
+                attn_implementation=implementation_for(config),
                 trust_remote_code=False,
             )
     except (ValueError, KeyError, RuntimeError, ImportError) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from penstock.worker.profiling.images import ImageCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,3 +45,4 @@ class ProfileContext:
     # For steps that are measured: the model with few of its layers, and how often each is tried.
     shallow: Callable[[], AbstractContextManager[None]] = nullcontext
     repeats: int = 2
+    images: ImageCost = field(default_factory=ImageCost)

@@ -36,6 +36,7 @@ from penstock.worker.profiling.sizing import (
     profile_of,
     tokens_in,
     too_large,
+    window_bytes,
 )
 from penstock.worker.profiling.store import StoredProfile
 from penstock.worker.profiling.stress import StepShapeTrial
@@ -66,9 +67,14 @@ def profile(context: ProfileContext) -> Profile:
     before = context.meter.held()
     stored = profile_store.load(context.spec.profile_dir, context.fingerprint)
     applies = stored is not None and _applies(context, stored)
-    if stored is not None and applies and (found := _taken_over(context, stored)) is not None:
-        return found
+    if stored is not None and applies:
+        context.images.take(stored)
+        if (found := _taken_over(context, stored)) is not None:
+            return found
     step_s = _warm_up(context)
+    if not applies:
+        context.cap.move(context.memory.committed_bytes, context.spec.memory_bytes)
+        context.images.measure(context.meter, context.spec.memory_bytes, window_bytes(context))
     if stored is not None and applies:
         limits = context.limits.within(stored.step_tokens, context.drafts)
         try:
@@ -110,6 +116,9 @@ def remember(context: ProfileContext, found: Profile, kept: Kept) -> None:
         proven=not found.shrunk,  # otherwise the next load tries again
         kept_bytes=found.kept_bytes,
         provisional=found.provisional,
+        image_pixels=context.images.pixels,
+        stage_bytes=context.images.stage_bytes,
+        stage_s=context.images.stage_s,
     )
     profile_store.save(context.spec.profile_dir, stored)
 
@@ -123,6 +132,7 @@ def _applies(context: ProfileContext, stored: StoredProfile) -> bool:
         bounds(context, limits).longest <= UNSEEN_CONTEXT * seen
         and leaves_enough(context, limits, stored.cost)
         and not (halved and context.spec.memory_bytes > stored.memory_bytes)
+        and context.images.applies(stored, context.spec.memory_bytes, window_bytes(context))
     )
 
 

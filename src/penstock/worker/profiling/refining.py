@@ -140,6 +140,9 @@ class Refinement:
             states=tuple(self._kept.states.items()),
             prompts_differ=self._kept.prompts_differ,
             times=self._found.times,
+            image_pixels=context.images.pixels,
+            stage_bytes=context.images.stage_bytes,
+            stage_s=context.images.stage_s,
         )
         profile_store.save(context.spec.profile_dir, stored)
         log.info("the whole profile is measured; it holds when the model is loaded again")

@@ -51,7 +51,7 @@ def profile_of(
     """The profile of a model whose KV has that size."""
     kv_bytes = committed(context, size_bytes)
     tokens = kv_bytes // _lasting_token_bytes(context)
-    host_bytes = HOST_BYTES + tokens * _host_token_bytes(context)
+    host_bytes = HOST_BYTES + context.images.host_bytes + tokens * _host_token_bytes(context)
     return Profile(
         cost=cost,
         limits=limits,
@@ -77,13 +77,20 @@ def largest_step(context: ProfileContext, limits: StepLimits, cost: CostModel) -
     longest = max(longest, *(point.context for point in cost.measured))
     # Prompts with log-probabilities have what is left beside a row for every sequence, and are
     # sequences themselves.
-    return cost.step(limits.tokens, limits.sequences, longest, limits.logit_rows - 1)
+    size = cost.step(limits.tokens, limits.sequences, longest, limits.logit_rows - 1)
+    return max(size, context.images.stage_bytes)  # one after the other
+
+
+def window_bytes(context: ProfileContext) -> int:
+    """KV of the longest sequence that is served, with its state."""
+    return context.memory.cost(context.limits.tokens).sequence(context.window)
 
 
 def kv_room(context: ProfileContext, size_bytes: int) -> int:
     """What KV may have of `size_bytes`, when its tokens take their share on the host too."""
     each = _lasting_token_bytes(context)
-    return max(0, size_bytes - HOST_BYTES) * each // (each + _host_token_bytes(context))
+    left = max(0, size_bytes - HOST_BYTES - context.images.host_bytes)
+    return left * each // (each + _host_token_bytes(context))
 
 
 def _host_token_bytes(context: ProfileContext) -> int:
@@ -127,7 +134,8 @@ def too_large(
     spec, memory = context.spec, context.memory
     token_bytes = sum(group.token_bytes for group in memory.groups)
     step = largest_step(context, limits, cost) if cost is not None else spec.memory_bytes + 1
-    needed = step + HOST_BYTES + 2 * (token_bytes * memory.block_tokens + memory.state_bytes)
+    needed = step + HOST_BYTES + context.images.host_bytes
+    needed += 2 * (token_bytes * memory.block_tokens + memory.state_bytes)
     knobs = {
         "memory.limit leaves this model": f"{spec.memory_bytes} bytes",
         "models.step_tokens": f"{spec.step_tokens} (tried down to {limits.tokens})",
@@ -138,6 +146,9 @@ def too_large(
         "models.kv_dtype": f"{spec.kv_dtype} (in force: {memory.format.name})",
         "models.threads": spec.threads or "auto",
     }
+    if context.images.pixels:
+        knobs["models.image_pixels"] = f"{spec.image_pixels} (in force: {context.images.pixels})"
+        knobs["models.image_bytes"] = spec.image_bytes
     told = "; ".join(f"{name} = {value}" for name, value in knobs.items())
     measured = f"{step} bytes" if cost is not None else "more than the grant"
     state = f" and a state {memory.state_bytes}" if memory.state_bytes else ""

@@ -23,8 +23,8 @@ from penstock.worker.kv.layout.layer_states import StateGeometry  # noqa: TC001
 if TYPE_CHECKING:
     from penstock.wire import LoadSpec
 
-FORMAT = 24
-_LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy")
+FORMAT = 25
+_LIBRARIES = ("penstock", "torch", "transformers", "numba", "numpy", "pillow")
 
 
 class StoredProfile(msgspec.Struct, frozen=True):
@@ -44,6 +44,9 @@ class StoredProfile(msgspec.Struct, frozen=True):
     prompts_differ: bool = False  # these leave other states behind tokens of a prompt
     kept_bytes: int = 0  # what libraries took for themselves at the largest step
     provisional: bool = False  # of smaller steps than there may be, which are still to be measured
+    image_pixels: int = 0  # of the largest image that is taken
+    stage_bytes: int = 0  # while that is encoded
+    stage_s: float = 0.0
 
 
 def fingerprint(
@@ -66,6 +69,7 @@ def fingerprint(
         [(name, _version(name)) for name in _LIBRARIES],
         (spec.step_tokens, spec.step_sequences, window, block_tokens, torch.get_num_threads()),
         spec.speculation,
+        (spec.image_pixels, spec.image_bytes, spec.image_file_bytes),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

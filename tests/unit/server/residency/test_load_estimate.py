@@ -13,7 +13,7 @@ from penstock.catalog.weights import ITEM_BYTES
 from penstock.config import ModelSettings
 from penstock.memory.cost import GroupCost, KvCost
 from penstock.memory.device_kinds import CPU, CUDA
-from penstock.memory.limits import MIN_KV_TOKENS
+from penstock.memory.limits import IMAGE_FILE_COPIES, IMAGE_PIXEL_BYTES, MIN_KV_TOKENS
 from penstock.server.residency.load_estimate import (
     BLOCK_TOKENS,
     LoadEstimate,
@@ -25,7 +25,7 @@ from penstock.testing.model_folders import LLAMA, TENSORS, write_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-CARD = cast("Any", SimpleNamespace(dtype="bfloat16", encoder=None))
+CARD = cast("Any", SimpleNamespace(dtype="bfloat16", encoder=None, vision=None))
 GIB = 1 << 30
 
 
@@ -48,14 +48,14 @@ def test_the_largest_step(
     assert (plan.step_tokens, plan.step_sequences) == wanted
 
 
-def llama(**own: object) -> LoadEstimate:
+def llama(**own: Any) -> LoadEstimate:
     card = SimpleNamespace(
-        encoder=None,
+        encoder=None, vision=own.pop("vision", None),
         name="m", dtype="float32", context=1000, hidden_size=8, vocab_size=8,
         kv_cost=lambda *_: KvCost((GroupCost(100 * BLOCK_TOKENS),), BLOCK_TOKENS),
         bytes_in_memory=lambda dtype, made, kind: 1,
     )  # fmt: skip
-    return estimate_load(cast("Any", card), ModelSettings(**own), "cpu", GIB)  # type: ignore[arg-type]
+    return estimate_load(cast("Any", card), ModelSettings(**own), "cpu", GIB)
 
 
 def test_a_minimum_of_kv() -> None:
@@ -111,6 +111,19 @@ def test_kv_in_8_bits_takes_its_own_bytes(tmp_path: Path, device: str, of: str) 
     assert (int8.weight_bytes, int8.step_bytes()) == (plain.weight_bytes, plain.step_bytes())
     assert int8.load_need().kv_window_bytes < plain.load_need().kv_window_bytes
     assert int8.spec(1, 1, Storage(tmp_path)).kv_dtype == "int8"
+
+
+def test_images_are_booked_beside_the_step() -> None:
+    settings: dict[str, Any] = {"image_bytes": 1000, "image_file_bytes": 100}
+    text, seeing = llama(**settings), llama(vision=object(), **settings)
+    booked = 1000 + IMAGE_FILE_COPIES * 100
+    assert (text.image_bytes, seeing.image_bytes) == (0, booked)
+    assert seeing.step_bytes() == text.step_bytes() + booked
+    # The largest image has what there is to spare, and raises no minimum.
+    more = seeing.load_need().kv_max_bytes - text.load_need().kv_max_bytes
+    assert more == IMAGE_PIXEL_BYTES * seeing.settings.image_pixels
+    assert seeing.load_need().kv_min_bytes == text.load_need().kv_min_bytes
+    assert llama(vision=object(), image_pixels=0).image_bytes == 0
 
 
 def test_a_gpu_dequantises_more_at_a_time() -> None:

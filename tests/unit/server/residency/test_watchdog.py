@@ -23,7 +23,7 @@ class World:
         self.ended: list[str] = []
         self.events = Events()
         monkeypatch.setattr(module, "read_cpu_s", lambda pid: self.cpu_s)
-        ready = SimpleNamespace(load_s=3.0)
+        ready = SimpleNamespace(load_s=3.0, image_s=0.0)
         self.client = SimpleNamespace(
             expects=True, longest_step_s=0.5, ready=ready, open_requests=1
         )
@@ -72,15 +72,17 @@ def test_every_word_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
         world.worker.words_heard += 1
 
 
-@pytest.mark.parametrize("measured", ["step", "load"])
+@pytest.mark.parametrize("measured", ["step", "load", "image"])
 def test_long_steps_are_measured_by_the_longest(
     monkeypatch: pytest.MonkeyPatch, measured: str
 ) -> None:
     world = World(monkeypatch)
     if measured == "step":
         world.client.longest_step_s = 50.0
-    else:
+    elif measured == "load":
         world.client.ready.load_s = 50.0
+    else:
+        world.client.ready.image_s = 50.0
     assert not world.wait(4 * 50 - 1)
     assert world.wait(2)
 

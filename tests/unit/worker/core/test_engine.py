@@ -20,7 +20,7 @@ from penstock.worker.core.profile import Profile, ServedModel
 from penstock.worker.core.step_memory import StepMemory
 
 if TYPE_CHECKING:
-    from penstock.wire import Ready
+    from penstock.wire import Failure, Ready
     from penstock.worker.core.plan import Plan
 
 MIB = 1 << 20
@@ -60,8 +60,8 @@ class Device:
     def ready(self, request_id: int) -> bool:
         return True
 
-    def failure(self, request_id: int) -> str:
-        return ""
+    def failure(self, request_id: int) -> Failure | None:
+        return None
 
     def poll(self, wait_s: float = 0.0) -> None:
         pass

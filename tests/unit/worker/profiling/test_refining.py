@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
 from torch import nn
 
-from penstock.testing.machine import LAYERS, MIB, Machine, make_context
+from penstock.testing.machine import LAYERS, MIB, Eye, Machine, make_context
 from penstock.worker.models.verify import Kept
 from penstock.worker.profiling import profile as profiles
 from penstock.worker.profiling import refining
 from penstock.worker.profiling import store as profile_store
+from penstock.worker.profiling.images import ImageCost
 from penstock.worker.profiling.refining import QUIET_S, Refinement
 
 if TYPE_CHECKING:
@@ -63,9 +65,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Serving:
     """A model that serves with a first profile."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, eye: Eye | None = None
+    ) -> None:
         self.machine = CallingMachine()
-        self.context = make_context(self.machine, GRANT, profile_dir=str(folder))
+        context = make_context(self.machine, GRANT, profile_dir=str(folder))
+        images = ImageCost(eye, context.spec)  # type: ignore[arg-type]
+        self.context = dataclasses.replace(context, images=images)
         warm_up = profiles._warm_up
         monkeypatch.setattr(profiles, "_warm_up", lambda context: 0 * warm_up(context) + 0.1)
         self.found = profiles.profile(self.context)
@@ -141,6 +147,23 @@ def test_what_comes_of_it_is_the_profile_of_a_load_that_measures_all(
     later = profiles.profile(make_context(Machine(), GRANT, profile_dir=serving.folder))
     assert later.limits.tokens == 1024
     assert not later.provisional
+
+
+def test_what_images_take_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    eye = Eye(4 * MIB)
+    monkeypatch.setattr("penstock.worker.profiling.images.IMAGE_FILE_COPIES", 0)
+    serving = Serving(tmp_path, monkeypatch, eye)
+    serving.run()
+    clock.now += QUIET_S
+    while serving.run() is not None:
+        pass
+    stored = serving.stored()
+    assert stored is not None
+    assert (stored.image_pixels, stored.stage_bytes) == (Eye.max_pixels, 4 * MIB)
+    assert stored.stage_s == Eye.encode_s
+    assert eye.measured == 1
 
 
 def test_steps_are_halved_where_there_is_no_room_for_them(

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.testing.machine import LAYERS, MIB, Machine, make_context
+from penstock.testing.machine import LAYERS, MIB, Eye, Machine, make_context
 from penstock.worker.core.gate import StepShape
 from penstock.worker.models.verify import Kept
 from penstock.worker.profiling import profile as profiles
 from penstock.worker.profiling import short
 from penstock.worker.profiling import store as profile_store
+from penstock.worker.profiling.images import ImageCost
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +74,35 @@ def test_a_first_profile_serves_again_and_says_what_it_is(
     stored = profile_store.load(str(tmp_path), context.fingerprint)
     assert stored is not None
     assert stored.provisional
+
+
+def test_the_largest_image_is_measured_in_a_first_profile_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch)
+    grant, stage_bytes = 192 * MIB, 48 * MIB
+    eyes = [Eye(stage_bytes), Eye(1)]
+    founds = []
+    for eye in eyes:
+        context = make_context(
+            *(Machine(), grant),
+            profile_dir=str(tmp_path),
+            image_bytes=8 * MIB,
+            image_file_bytes=4 * MIB,
+        )
+        images = ImageCost(eye, context.spec)  # type: ignore[arg-type]
+        context = dataclasses.replace(context, images=images)
+        found = profiles.profile(context)
+        profiles.remember(context, found, Kept(LAYERS, {}))
+        founds.append(found)
+        assert found.provisional
+        # A step of so few tokens takes less than that.
+        assert found.step_bytes >= stage_bytes + found.host_bytes
+        assert found.host_bytes >= images.host_bytes > 8 * MIB
+        assert found.kv_bytes + found.step_bytes <= grant
+        assert (images.pixels, images.stage_bytes) == (Eye.max_pixels, stage_bytes)
+    assert [eye.measured for eye in eyes] == [1, 0]  # the second load takes it over
+    assert founds[1].proven
 
 
 def test_where_not_even_small_steps_fit_the_whole_way_says_so(

@@ -9,12 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import BadRequest
+from penstock.images import SentImage
 from penstock.server.http.free_form import MAX_ARGUMENTS_BYTES, decode_free_form
 from penstock.server.protocols.content import (
     ContentPart,
     MediaContent,
     TextContent,
+    image_from_base64,
+    image_from_url,
     template_content,
+    text_content,
 )
 
 if TYPE_CHECKING:
@@ -55,8 +59,27 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
+class ImageBase64(msgspec.Struct, tag_field="type", tag="base64"):
+    """An image's file."""
+
+    data: str
+    media_type: str | None = None
+
+
+class ImageAddress(msgspec.Struct, tag_field="type", tag="url"):
+    """Where an image is."""
+
+    url: str
+
+
+class ImageFile(msgspec.Struct, tag_field="type", tag="file"):
+    """An image that Anthropic's servers have."""
+
+
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
     """An image."""
+
+    source: ImageBase64 | ImageAddress | ImageFile
 
 
 class TextSource(msgspec.Struct, tag_field="type", tag="text"):
@@ -223,7 +246,7 @@ class _Sorted:
                 function = {"name": name, "arguments": arguments}
                 self.calls.append({"id": call_id, "type": "function", "function": function})
             case ToolResultBlock(tool_use_id=call_id, content=content, is_error=failed):
-                text = _result_text(content, where)
+                text = self._result(content, where)
                 # Templates have no place for it, so the model is told in words.
                 if failed and not text.lower().startswith("error"):
                     text = f"Error: {text}" if text else "Error: the tool failed."
@@ -231,10 +254,21 @@ class _Sorted:
             case _:
                 self.parts.append(_part(block, where))
 
+    def _result(self, content: str | Sequence[ResultBlock] | None, where: str) -> str:
+        """What a call gave, in words; its images stand behind it in the message, since templates
+        have no place for them in a result."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        parts = [_part(block, f"{where}.content[{n}]") for n, block in enumerate(content)]
+        images = [part for part in parts if isinstance(part, SentImage)]
+        self.parts += images
+        return text_content(part for part in parts if not isinstance(part, SentImage))
+
     def messages(self, role: str) -> list[dict[str, Any]]:
         if not self.parts and not self.thoughts and not self.calls:
             return self.results
-        message: dict[str, Any] = {"role": role, "content": template_content(self.parts)}
+        shown = template_content if role == "user" else text_content
+        message: dict[str, Any] = {"role": role, "content": shown(self.parts)}
         if self.thoughts:
             message["reasoning_content"] = "\n".join(self.thoughts)
         if self.calls:
@@ -245,7 +279,7 @@ class _Sorted:
 def _result_text(content: str | Sequence[Block] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return template_content(
+    return text_content(
         _part(block, f"{where}.content[{number}]") for number, block in enumerate(content)
     )
 
@@ -254,6 +288,10 @@ def _part(block: Block, where: str) -> ContentPart:
     match block:
         case TextBlock(text=text):
             return TextContent(text)
+        case ImageBlock(source=ImageBase64(data=data)):
+            return image_from_base64(data, f"{where}.source")
+        case ImageBlock(source=ImageAddress(url=url)):
+            return image_from_url(url, f"{where}.source")
         case DocumentBlock(source=TextSource(data=text)):
             return _document(block, text)
         case DocumentBlock(source=ContentSource(content=content)):

@@ -30,7 +30,13 @@ from penstock.server.http.free_form import (
     kept_as_text,
 )
 from penstock.server.pipeline.conversation import Conversation
-from penstock.server.protocols.content import MediaContent, TextContent, template_content
+from penstock.server.protocols.content import (
+    TemplateContent,
+    TextContent,
+    image_from_base64,
+    template_content,
+    text_content,
+)
 from penstock.server.protocols.ollama.go_template import template_pieces
 from penstock.server.protocols.openai.completions import CompletionFields
 from penstock.server.protocols.tool_fields import OpenAITools, openai_tool_use
@@ -243,8 +249,6 @@ class OllamaGenerateFields(OllamaRequest, kw_only=True):
 
     def check(self) -> None:
         """Refuse what cannot be kept together."""
-        if self.images:
-            template_content([MediaContent("image", "images")])
         texts = {"template": self.template, "system": self.system}
         conflicting = [name for name, text in texts.items() if text]
         conflicting += ["context"] if is_given(self.context) else []
@@ -255,6 +259,13 @@ class OllamaGenerateFields(OllamaRequest, kw_only=True):
                 )
         if self.suffix and is_given(self.context):
             raise BadRequest("`suffix` and `context` cannot be kept together.", param="context")
+
+        if self.images and self.written() is not None:
+            raise BadRequest(
+                "`images` have their place in the model's own template; leave `template`, `raw` "
+                "and `suffix` out.",
+                param="images",
+            )
 
     def written(self) -> list[str] | None:
         """The pieces of the text to be continued, where the model's own template has no say."""
@@ -278,7 +289,8 @@ class OllamaGenerateFields(OllamaRequest, kw_only=True):
 
     def conversation(self) -> Conversation:
         """One question, with the system's word before it."""
-        messages = [{"role": "user", "content": self.prompt}]
+        content = _with_images(self.prompt or "", self.images, "images", only_text=False)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return Conversation(
@@ -299,9 +311,20 @@ def _whole(number: float | None) -> int | None:
     return int(min(max(number, -(2**63)), 2**63 - 1))
 
 
+def _with_images(
+    text: str, images: list[str] | None, where: str, *, only_text: bool
+) -> TemplateContent:
+    """Images come before the text, as Ollama has them."""
+    parts = [image_from_base64(one, f"{where}[{n}]") for n, one in enumerate(images or ())]
+    shown = text_content if only_text else template_content
+    return shown([*parts, TextContent(text)])
+
+
 def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
-    images = [MediaContent("image", f"messages[{index}].images") for _ in message.images or ()]
-    content = template_content([TextContent(message.content or ""), *images])
+    content = _with_images(
+        *(message.content or "", message.images, f"messages[{index}].images"),
+        only_text=message.role != "user",
+    )
     result: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:
         result["reasoning_content"] = message.thinking

@@ -133,16 +133,16 @@ async def show(exchange: Exchange, services: Services) -> None:
             "system": "",
             "details": _details(card),
             "model_info": _info(card, services),
-            "capabilities": ["embedding"] if card.kind == "embed" else _capabilities(text),
+            "capabilities": _capabilities(card, text),
             "modified_at": _modified(card),
         }
     )
 
 
-def _capabilities(text: Text | None) -> list[str]:
+def _capabilities(card: Card, text: Text | None) -> list[str]:
     if text is None:
-        return []
-    found = ["completion"]
+        return ["embedding"] if card.kind == "embed" else []
+    found = ["completion"] if card.vision is None else ["completion", "vision"]
     if text.chat_format is not None:
         found += ["tools"] if text.chat_format.shows_tools else []
         found += ["thinking"] if text.chat_format.thinks else []

@@ -92,7 +92,7 @@ def _model(card: Card, services: Services, name: str) -> dict[str, object]:
         # What the loaded model can hold; None while it is not loaded.
         "context_now": services.context_now(card.name),
         "kind": card.kind,
-        **card.vector_facts(),
+        **card.facts(),
     }
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import BadRequest, shortened
-from penstock.server.protocols.chat_messages import template_call
+from penstock.server.protocols.chat_messages import ImageUrl, template_call
 from penstock.server.protocols.content import (
     ContentPart,
     MediaContent,
+    TemplateContent,
     TextContent,
+    image_from_url,
     template_content,
+    text_content,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Shown = TypeVar("Shown", str, TemplateContent)
 
 # Tools that OpenAI's own servers run leave these in histories. What they found is for their models
 # only, or in the message that follows.
@@ -39,6 +47,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     type: str = ""
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -122,11 +131,12 @@ class MessagesOfItems:
         if item.role == "tool":
             self._result(item.content or "", item.tool_call_id or item.call_id, where)
             return
-        content = _text(item.content or "", where)
         if item.role == "assistant":
             self._assistant()
-            self._said.append(content)
+            self._said.append(_text(item.content or "", where))
             return
+        shown = template_content if item.role == "user" else text_content
+        content = _shown(item.content or "", where, shown)
         role = "system" if item.role == "developer" else item.role
         self._append({"role": role, "content": content})
 
@@ -160,6 +170,9 @@ def _content(part: Part, where: str) -> ContentPart:
             return TextContent(_needed(part.text, where, "text"))
         case "refusal":
             return TextContent(_needed(part.refusal, where, "refusal"))
+        case "input_image" | "image_url" if part.image_url is not None:
+            url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+            return image_from_url(url, f"{where}.image_url")
         case "input_image" | "input_file" | "input_audio" | "image_url":
             return MediaContent(part.type, where)
     raise BadRequest(
@@ -176,8 +189,14 @@ def _needed(text: str | None, where: str, name: str) -> str:
 
 
 def _text(content: str | list[Part], where: str) -> str:
+    return _shown(content, where, text_content)
+
+
+def _shown(
+    content: str | list[Part], where: str, shown: Callable[[Iterable[ContentPart]], Shown]
+) -> Shown | str:
     if isinstance(content, str):
         return content
-    return template_content(
+    return shown(
         _content(part, f"{where}.content[{number}]") for number, part in enumerate(content)
     )
