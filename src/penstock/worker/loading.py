@@ -57,6 +57,7 @@ from penstock.worker.profiling import store as profile_store
 from penstock.worker.profiling.context import ProfileContext
 from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.refining import Refinement
+from penstock.worker.profiling.stress import NOISE_SHARE
 from penstock.worker.profiling.timing import with_times
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def _profile_context(
         drafts=drafts,
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
         repeats=2 if cheap else 4,
+        noise_share=NOISE_SHARE if cheap else 0.07,
     )
 
 

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.worker.profiling.stress import NOISE_SHARE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -40,6 +42,8 @@ class ProfileContext:
     fingerprint: str
     weight_bytes: int
     drafts: int = 0  # of one sequence, at most
-    # For steps that are measured: the model with few of its layers, and how often each is tried.
+    # For steps that are measured: the model with few of its layers, how often each is tried, and by
+    # how much another such step, through all layers, may take more.
     shallow: Callable[[], AbstractContextManager[None]] = nullcontext
     repeats: int = 2
+    noise_share: float = NOISE_SHARE

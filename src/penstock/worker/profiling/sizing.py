@@ -117,6 +117,7 @@ def open_stress(context: ProfileContext, limits: StepLimits) -> Stress:
     return Stress(
         *(context.executor, context.memory, context.kv, context.meter, limits.tokens),
         routes=context.routes and context.backend.routing_changes_memory,
+        noise_share=context.noise_share,
     )
 
 
