@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NOISE_SHARE = 0.05  # measuring is about this good, beside the meter's own noise
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
-_ROUTED_SHARE = 0.25
+ROUTED_SHARE = 0.25
 _LOGPROBS = 20
 _LONG_DECODE = 1024
 
@@ -188,11 +188,10 @@ class Stress:
         meter: Meter,
         tokens: int,
         *,
-        routes: bool = False,
         noise_share: float = NOISE_SHARE,
     ) -> None:
         self._executor = executor
-        self._noise_share = _ROUTED_SHARE if routes else noise_share
+        self._noise_share = noise_share
         self._kv = kv
         self._meter = meter
         self._block_tokens = memory.block_tokens
