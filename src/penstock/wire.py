@@ -272,6 +272,7 @@ class Status(msgspec.Struct):
     device_s: float = 0.0  # in which the device computed, since start
     tier: dict[str, float] = {}  # figures of KV in RAM and on disk, by name
     drafts: dict[str, tuple[int, int]] = {}  # by proposer: verified and right, since start
+    wants_reload: bool = False  # a better profile is stored than the one in force
 
 
 class Step(msgspec.Struct, tag=True):

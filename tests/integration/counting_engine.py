@@ -28,6 +28,7 @@ class CountingEngine:
     waiting: dict[int, Submit] = field(default_factory=dict)
     steps: int = 0
     step_bytes: int = STEP_BYTES
+    wants_reload: bool = False
 
     def ready(self) -> Ready:
         return Ready(

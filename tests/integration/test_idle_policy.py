@@ -12,6 +12,7 @@ from penstock.memory.ledger import Ledger
 from penstock.memory.limits import GIB
 from penstock.server.processes.fork_launcher import ForkLauncher
 from penstock.server.processes.supervisor import Supervisor
+from penstock.server.residency import idle_policy as idle_policy_module
 from penstock.server.residency.idle_policy import IdlePolicy
 from penstock.server.residency.load_estimate import Storage
 from penstock.server.residency.residency import Residency
@@ -21,6 +22,8 @@ from penstock.testing.fake_worker import FAKE_PRELOAD, FakeModel, lives
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
+
+    import pytest
 
     from penstock.memory.events import Events
 
@@ -121,6 +124,32 @@ def test_a_model_is_loaded_anew_for_settings_that_need_it(tmp_path: Path) -> Non
         assert len(told(events, "reload")) == 1
 
     serve(tmp_path, scenario, m=ModelSettings(device="cpu"))
+
+
+def test_a_model_is_loaded_anew_once_for_a_better_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = add_model(tmp_path, "m", FakeModel(wants_reload=True))
+
+    async def scenario(residency: Residency, idle_policy: IdlePolicy, events: Events) -> None:
+        await residency.load("m")
+
+        def wants_reload() -> bool:
+            status = residency.loaded_models()["m"].client.status
+            return status is not None and status.wants_reload
+
+        await until(wants_reload)
+        idle_policy.turn()
+        assert not told(events, "reload"), "it has only just been used"
+        monkeypatch.setattr(idle_policy_module, "RELOAD_IDLE_S", 0.0)
+        idle_policy.turn()
+        await until(lambda: lives(folder) == 2 and state(residency, "m") == "ready")
+        assert [row["changed"] for row in told(events, "reload")] == [("profile",)]
+        await until(wants_reload)
+        idle_policy.turn()
+        assert len(told(events, "reload")) == 1, "never twice"
+
+    serve(tmp_path, scenario)
 
 
 def test_a_load_that_nobody_waits_for_is_called_off(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class FakeModel(msgspec.Struct, frozen=True, omit_defaults=True):
     answer: str | None = None  # what it says, a token per byte, instead of the prompt's tokens
     answer_to: dict[str, str] = {}  # what it says instead when the prompt has the key in it
     tokens_a_step: int = 1  # of each answer, as if guesses had been right
+    wants_reload: bool = False  # from its first idle moment
     bad_lives: int = 1 << 30
 
     def write(self, folder: Path) -> Path:
@@ -127,6 +128,10 @@ class FakeEngine:
     accepted: int = 0
     kv_bytes: int = 0  # the latest grant
     dimensions: int = 0  # of an encoder's answers
+
+    @property
+    def wants_reload(self) -> bool:
+        return self.model.wants_reload
 
     def ready(self) -> Ready:
         window = min(self.model.context, self.spec.max_context or self.model.context)
@@ -211,6 +216,7 @@ class FakeEngine:
             steps=self.steps,
             drafts={"fake": (2 * self.accepted, self.accepted)},
             kv_committed_bytes=min(self._needed_bytes(), self.kv_bytes),
+            wants_reload=self.wants_reload,
         )
 
     def _answer(self, prompt: list[int]) -> bytes | None:

@@ -58,6 +58,7 @@ from penstock.worker.profiling.context import ProfileContext
 from penstock.worker.profiling.images import ImageCost
 from penstock.worker.profiling.profile import profile, remember
 from penstock.worker.profiling.refining import Refinement
+from penstock.worker.profiling.stress import NOISE_SHARE
 from penstock.worker.profiling.timing import with_times
 from penstock.worker.vision.loading import check_eyes, open_eyes, open_sight, prepared
 
@@ -238,6 +239,7 @@ def _profile_context(
         shallow=nullcontext if cheap else partial(first_layers, model.module, windows),
         repeats=2 if cheap else 4,
         images=ImageCost(model.sight.encoder, spec),
+        noise_share=NOISE_SHARE if cheap else 0.07,
     )
 
 

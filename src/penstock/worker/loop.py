@@ -173,12 +173,16 @@ class _Worker:
         self._engine = engine
         self._in_flight: set[int] = set()
         self._failures = 0  # in a row
+        self._told_to_reload = False
 
     def serve(self) -> int:
         """Step while there is work, sleep while there is none; returns the exit code."""
         while self._failures < FAILURES_ALLOWED:
-            figures_changed = False
             wait_s = 0.0 if self._engine.has_work() else self._engine.tidy(self._inbox.waiting)
+            if self._engine.wants_reload and not self._told_to_reload:
+                self._told_to_reload = True
+                self._send([])
+            figures_changed = False
             for message in self._inbox.take(wait_s):
                 if isinstance(message, Shutdown):
                     self._engine.close()

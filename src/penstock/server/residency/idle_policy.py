@@ -1,5 +1,5 @@
-"""Idle models over time: those past their ttl are unloaded unless pinned, and those loaded with
-settings that have changed are loaded again.
+"""Idle models over time: those past their ttl are unloaded unless pinned. Those whose settings have
+changed are loaded again, and so, once, are those of which a better profile was measured meanwhile.
 
 Driven by the governor's clock, it looks and begins; the unloading itself is `residency`'s.
 """
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RELOAD_IDLE_S = 20.0  # without a request, before a model is loaded again for its profile
+
 
 class IdlePolicy:
     """The models of one server, looked after."""
@@ -30,6 +32,7 @@ class IdlePolicy:
         self._residency = residency
         self._events = events
         self._work: dict[str, asyncio.Task[object]] = {}  # in progress, by model
+        self._profiled: set[str] = set()  # loaded again for their profile; never twice
 
     def turn(self) -> None:
         """Look at every loaded model; never waits."""
@@ -43,6 +46,15 @@ class IdlePolicy:
                 self._events.add("reload", model=name, changed=keys)
                 self._begin(name, self._reload(name))
             elif (
+                model.client.status is not None
+                and model.client.status.wants_reload
+                and idle_s >= RELOAD_IDLE_S
+                and name not in self._profiled
+            ):
+                self._profiled.add(name)
+                self._events.add("reload", model=name, changed=("profile",))
+                self._begin(name, self._reload(name, reason="profile"))
+            elif (
                 (ttl_s := model.ttl_s(settings)) is not None
                 and not model.pinned
                 and idle_s >= ttl_s
@@ -53,8 +65,8 @@ class IdlePolicy:
         task = self._work[name] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda _: self._work.pop(name))
 
-    async def _reload(self, name: str) -> None:
-        await self._residency.unload(name, reason="settings")
+    async def _reload(self, name: str, reason: str = "settings") -> None:
+        await self._residency.unload(name, reason=reason)
         try:
             await self._residency.load(name)
         except PenstockError as error:

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from penstock.worker.kv.cache import KvCache
 
 _PROBE_ID = -1
-# While blocks are read or masks computed and there is no step to run; and while some blocks wait to
-# be written.
+# Without a step to run: while blocks are read or masks computed; while blocks wait to be written.
 _READ_WAIT_S = 0.05
 _TIDY_S = 0.01
 
@@ -78,6 +77,7 @@ class GenerateEngine:
         self._began_at = self._taken_at = 0.0
         self._figures = Figures()
         self._private = PrivateBytes()
+        self.wants_reload = False
         kv.set_limit(profile.kv_bytes)
 
     @property
@@ -140,8 +140,10 @@ class GenerateEngine:
             return _TIDY_S
         if (work := self._served.idle_work) is None:
             return None
-        kv_bytes = max(self.kv.limit_bytes, self.kv.committed_bytes)
-        return work.run(self._figures.steps, (kv_bytes, self._memory.gate.granted_bytes), called)
+        granted = max(self.kv.limit_bytes, self.kv.committed_bytes), self._memory.gate.granted_bytes
+        left_s = work.run(self._figures.steps, granted, called)
+        self.wants_reload = work.stored
+        return left_s
 
     def close(self) -> None:
         """Save what can be saved in the time that a shutdown has."""
@@ -223,6 +225,7 @@ class GenerateEngine:
             device_s=figures.device_s,
             tier=kv.tier_stats(),
             drafts=self._scheduler.drafting.figures(),
+            wants_reload=self.wants_reload,
         )
 
     def probe(self) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """A loaded model. Everything is called on the device thread."""
 
+    @property
+    def wants_reload(self) -> bool:
+        """Whether a better profile is stored than the one in force."""
+
     def ready(self) -> Ready:
         """What was loaded; `pid` and `load_s` are filled in by the loop."""
 

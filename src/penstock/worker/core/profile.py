@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     class IdleWork(Protocol):
         """Something to do while there is no request."""
 
+        stored: bool  # it is done, and holds when the model is loaded again
+
         def run(
             self, steps: int, granted: tuple[int, int], called: Callable[[], bool]
         ) -> float | None: ...

@@ -76,6 +76,7 @@ class EncodeEngine:
         self._pacer = StepPacer(served.step_target_s)
         self._figures = Figures()
         self._private = PrivateBytes()
+        self.wants_reload = False  # its profile is whole from the start
 
     def ready(self) -> Ready:
         """What the server should know of this model."""

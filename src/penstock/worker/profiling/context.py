@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.worker.profiling.images import ImageCost
+from penstock.worker.profiling.stress import NOISE_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,9 @@ class ProfileContext:
     fingerprint: str
     weight_bytes: int
     drafts: int = 0  # of one sequence, at most
-    # For steps that are measured: the model with few of its layers, and how often each is tried.
+    # For steps that are measured: the model with few of its layers, how often each is tried, and by
+    # how much another such step, through all layers, may take more.
     shallow: Callable[[], AbstractContextManager[None]] = nullcontext
     repeats: int = 2
     images: ImageCost = field(default_factory=ImageCost)
+    noise_share: float = NOISE_SHARE

@@ -48,6 +48,7 @@ class Refinement:
         self._steps = -1  # that the engine had run when it was last looked at
         self._quiet_since = 0.0
         self._done = False
+        self.stored = False
         self._begin(context.limits.tokens)
 
     def run(self, steps: int, granted: tuple[int, int], called: Callable[[], bool]) -> float | None:
@@ -146,7 +147,7 @@ class Refinement:
         )
         profile_store.save(context.spec.profile_dir, stored)
         log.info("the whole profile is measured; it holds when the model is loaded again")
-        self._done = True
+        self._done = self.stored = True
 
 
 class _Called(Exception):  # noqa: N818 - not an error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ModelTooLarge
 from penstock.worker.core.drafts.lookup import INDEX_BYTES
 from penstock.worker.core.profile import Profile
-from penstock.worker.profiling.stress import StepBounds, Stress
+from penstock.worker.profiling.stress import ROUTED_SHARE, StepBounds, Stress
 
 if TYPE_CHECKING:
     from penstock.memory.cost import CostModel
@@ -121,9 +121,10 @@ def bounds(context: ProfileContext, limits: StepLimits) -> StepBounds:
 
 def open_stress(context: ProfileContext, limits: StepLimits) -> Stress:
     """What runs them."""
+    routed = context.routes and context.backend.routing_changes_memory
     return Stress(
         *(context.executor, context.memory, context.kv, context.meter, limits.tokens),
-        routes=context.routes and context.backend.routing_changes_memory,
+        noise_share=ROUTED_SHARE if routed else context.noise_share,
     )
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     _Asked = tuple[Submit, TokenIds, int]  # a request, its answer so far, tokens scored
 
-_NOISE_SHARE = 0.05  # measuring is about this good, beside the meter's own noise
+NOISE_SHARE = 0.05  # measuring is about this good, beside the meter's own noise
 # How many tokens an expert gets, and so what each takes, cannot be tried out for all of them.
-_ROUTED_SHARE = 0.25
+ROUTED_SHARE = 0.25
 _LOGPROBS = 20
 _LONG_DECODE = 1024
 
@@ -188,10 +188,10 @@ class Stress:
         meter: Meter,
         tokens: int,
         *,
-        routes: bool = False,
+        noise_share: float = NOISE_SHARE,
     ) -> None:
         self._executor = executor
-        self._noise_share = _ROUTED_SHARE if routes else _NOISE_SHARE
+        self._noise_share = noise_share
         self._kv = kv
         self._meter = meter
         self._block_tokens = memory.block_tokens
