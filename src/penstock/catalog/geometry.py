@@ -58,11 +58,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
     },
-    # It has no end of its own.
-    "mamba2": {"max_position_embeddings": 131072},
     "phi3": {"original_max_position_embeddings": 4096},
     "phi4_multimodal": {"original_max_position_embeddings": 4096},
 }
+
+_WITHOUT_POSITIONS = frozenset(("mamba2",))
+ENDLESS_WINDOW = 131072
 
 # "su" is what longrope was called first.
 _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
@@ -187,7 +188,7 @@ def _window(fields: Fields) -> int:
     of the kinds in `_LENGTH_DEPENDENT_ROPE` change with the longest position in a batch, and then a
     request's answer would depend on its neighbours, so the window ends where they would change.
     """
-    stated = window = fields.count(*WINDOW)
+    stated = window = fields.optional_count(*WINDOW) or _endless(fields) or fields.count(*WINDOW)
     ends = []
     for rope in _ropes(fields):
         kind = rope.get("rope_type") or rope.get("type")
@@ -200,6 +201,11 @@ def _window(fields: Fields) -> int:
             ends.append(fields.positive(original, _ORIGINAL))
     window = min(window, *ends) if ends else window
     return window - _first_position(fields)
+
+
+def _endless(fields: Fields) -> int | None:
+    """The window of a model without positions, which has no end of its own."""
+    return ENDLESS_WINDOW if fields.model_type in _WITHOUT_POSITIONS else None
 
 
 def read_first_position(config: dict[str, Any], path: Path) -> int:
