@@ -59,6 +59,7 @@ class Blocks:
 
     block_tokens = BLOCK
     device = torch.device("cpu")
+    states = None  # of no recurrent layer
 
     def __init__(self, config: Any, contexts: list[int]) -> None:
         width = getattr(config, "head_dim", None) or (
