@@ -116,12 +116,13 @@ class StepBounds:
         """As many decodes as a step may have."""
         return StepShapeTrial(self.limits.sequences, self.each, demanding=True)
 
-    def _full_of_drafts(self) -> StepShapeTrial:
-        """As many drafts as there may be, of as many sequences as it takes to have them."""
+    def _full_of_drafts(self, share: float = 1.0) -> StepShapeTrial:
+        """As many drafts as there may be, of as many sequences as it takes to have them; or a share
+        of these."""
         limits = self.limits
         each = max(1, min(self.drafts, self.each - 1))
         rows = min(limits.logit_rows - 1, limits.tokens)
-        decodes = max(1, min(limits.sequences, rows // (1 + each)))
+        decodes = max(1, int(share * min(limits.sequences, rows // (1 + each))))
         return StepShapeTrial(decodes, max(1, self.each - each), drafts=each, demanding=True)
 
     def trials(self) -> Iterator[StepShapeTrial]:
@@ -151,6 +152,7 @@ class StepBounds:
             yield StepShapeTrial(1, longest - spare, drafts=spare, demanding=True)
         if self.drafts:
             yield self._full_of_drafts()
+            yield self._full_of_drafts(0.5)
         yield StepShapeTrial(scored=self.scored, scored_context=self.scored)
         yield StepShapeTrial(scored=self.scored, scored_context=longest)
         yield StepShapeTrial(limits.sequences)
